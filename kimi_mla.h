@@ -1,0 +1,5739 @@
+// kimi_mla.h - v0.1.0 - MLA decode attention for Kimi models - SPDX-License-Identifier: MIT
+//
+// One header that plans, compiles (NVRTC, at run time) and launches the GPU reader of a Kimi
+// model's latent KV cache, with a plain C reader for machines that have no GPU.
+
+// =============================================================================
+// Start here
+// =============================================================================
+//
+//     #define KIMI_MLA_IMPLEMENTATION       // in exactly one .c or .cpp file
+//     #include "kimi_mla.h"
+//
+//     kmla_error error;                     // every call fills it when it fails
+//     kmla_gpu* gpu;  kmla_device card;  kmla_plan plan;
+//     kmla_gpu_open(NULL, &gpu, &error);                    // finds libcuda and NVRTC
+//     kmla_gpu_device(gpu, &card, &error);                  // of the current context
+//
+//     kmla_shape shape = {0};               // zero means "default" in every desc
+//     shape.requests = 1;   shape.rows = 4;   shape.rows_per_request = 4;
+//     shape.heads = 99;     shape.capacity_tokens = 16384;  shape.page_tokens = 64;
+//     kmla_plan_decode(&shape, &card, &plan, &error);       // tile, splits, workspace
+//     kmla_gpu_prepare(gpu, &plan, NULL, &error);           // compiles and loads: slow, once
+//
+//     kmla_decode args = {0};               // device addresses; see the struct
+//     args.query = q;  args.kv = pool;  args.kv_pages = pages;  args.block_table = table;
+//     args.block_table_width = 256;  args.lengths = lengths;  args.scale = 0.07216878f;
+//     args.out = out;  args.lse = lse;
+//     args.workspace = workspace;  args.workspace_bytes = plan.workspace_bytes;
+//     kmla_gpu_decode(gpu, &plan, &args, stream, &error);   // capture-safe, allocates nothing
+
+// =============================================================================
+// Build options: define before the include; the value shown is the default
+// =============================================================================
+//
+//     KIMI_MLA_IMPLEMENTATION   not defined   emit the function bodies here
+//     KIMI_MLA_STATIC           not defined   every function is static
+//     KIMI_MLA_NO_GPU           not defined   leave the GPU side out: no dlopen, no device source
+//     KMLA_API                  extern        linkage of the public functions
+//     KMLA_MALLOC(bytes)        malloc        used by open, compile and the checking mode only
+//     KMLA_FREE(pointer)        free          its partner
+
+// =============================================================================
+// Symbols, shapes and model facts
+// =============================================================================
+//
+//     R query rows    H heads    T tokens    S splits    P tokens a page
+//     D = 512 latent dims    E = 64 rope lanes    D + E = 576 absorbed width
+//     vector = one query row of one head; V = R * H of them
+//
+//     score(t) = scale * (q[0:512] . latent[t] + q[512:576] . rope[t])
+//     out = softmax(score) . latent         lse = ln(sum exp(score))
+//
+//     public model configs, read 2026-09      Kimi-K3               Kimi-K2 / K2.5
+//     query heads                             96                    64
+//     MLA layers                              24 of 93              61
+//     softmax scale                           192^-0.5 0.07216878   K2.5 with YaRN 0.14468
+//     longest context                         1,048,576             262,144
+
+#ifndef KIMI_MLA_H
+#define KIMI_MLA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KMLA_VERSION_MAJOR 0
+#define KMLA_VERSION_MINOR 1
+#define KMLA_VERSION_PATCH 0
+#define KMLA_VERSION (KMLA_VERSION_MAJOR * 10000 + KMLA_VERSION_MINOR * 100 + KMLA_VERSION_PATCH)
+
+#ifndef KMLA_API
+#if defined(KIMI_MLA_STATIC) && defined(__GNUC__)
+#define KMLA_API static __attribute__((unused))
+#elif defined(KIMI_MLA_STATIC)
+#define KMLA_API static
+#else
+#define KMLA_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// =============================================================================
+// >>status   Status codes and errors
+// =============================================================================
+
+#define KMLA_STATUS_LIST(X)                                                                     \
+    X(KMLA_OK, 0, "success")                                                                    \
+    X(KMLA_ERROR_ARGUMENT, 1, "an argument is wrong; the message names it")                     \
+    X(KMLA_ERROR_OVERFLOW, 2, "a size does not fit its type")                                   \
+    X(KMLA_ERROR_WORKSPACE, 3, "the workspace is missing or too small")                         \
+    X(KMLA_ERROR_PAGE, 4, "a table names a page or slot outside the pool (checking mode)")      \
+    X(KMLA_ERROR_UNSUPPORTED, 5, "no variant fits this card or shape")                          \
+    X(KMLA_ERROR_LIBRARY, 6, "libcuda or NVRTC was not found or cannot be used")                \
+    X(KMLA_ERROR_SYMBOL, 7, "a library lacks a function")                                       \
+    X(KMLA_ERROR_ARCHITECTURE, 8, "NVRTC or the image does not know this card")                 \
+    X(KMLA_ERROR_COMPILE, 9, "NVRTC refused the device source; see the log")                    \
+    X(KMLA_ERROR_CUDA, 10, "a CUDA driver call failed")                                         \
+    X(KMLA_ERROR_CONTEXT, 11, "no current context, or not the one that was prepared")           \
+    X(KMLA_ERROR_NOT_PREPARED, 12, "the plan's kernels were not prepared in this context")      \
+    X(KMLA_ERROR_CAPTURE, 13, "the call is not legal while a stream is captured")               \
+    X(KMLA_ERROR_MEMORY, 14, "host memory could not be allocated")
+
+// A function's result. 0 is success; every other value leaves outputs as they were.
+typedef int32_t kmla_status;
+enum {
+#define KMLA_I_STATUS(name, value, text) name = value,
+    KMLA_STATUS_LIST(KMLA_I_STATUS)
+#undef KMLA_I_STATUS
+        KMLA_STATUS_COUNT_
+};
+
+// What went wrong. Every function takes one, may be NULL, and writes it only when it fails.
+typedef struct kmla_error {
+    int32_t status;         // a kmla_status
+    int32_t cuda_result;    // CUresult of the failed call, else 0
+    int32_t nvrtc_result;   // nvrtcResult of the failed call, else 0
+    int32_t driver_version; // as cuDriverGetVersion gives it (13000 is 13.0), 0 = not known
+    int32_t nvrtc_version;  // major * 1000 + minor * 10, 0 = not known
+    char library[256];      // path or name of the library, "" = none was involved
+    char message[768];      // one sentence that names the argument or call
+} kmla_error;
+
+// The name and the meaning of a status, e.g. "KMLA_ERROR_PAGE". Never NULL. Any thread.
+KMLA_API const char* kmla_status_name(kmla_status status);
+KMLA_API const char* kmla_status_text(kmla_status status);
+
+// =============================================================================
+// >>records   Record formats
+// =============================================================================
+
+#define KMLA_LATENT_DIMS 512  // D: config kv_lora_rank
+#define KMLA_ROPE_DIMS 64     // E: config qk_rope_head_dim
+#define KMLA_QUERY_DIMS 576   // D + E
+#define KMLA_GROUP_DIMS 128   // dims that share a scale of a packed record
+#define KMLA_CHUNK_TOKENS 64  // the unit that splits are made of
+#define KMLA_PACKED_BYTES 656 // 512 E4M3, 4 fp32 scales, 64 BF16
+#define KMLA_PACKED_SCALE_OFFSET 512
+#define KMLA_PACKED_ROPE_OFFSET 528
+#define KMLA_E4M3_BYTES 576   // 576 E4M3, one scale for the tensor
+#define KMLA_BF16_BYTES 1152  // 576 BF16
+
+#define KMLA_KV_PACKED 0 // kv_format
+#define KMLA_KV_E4M3 1
+#define KMLA_KV_BF16 2
+
+#define KMLA_QUERY_BF16 0 // query_format
+#define KMLA_QUERY_PACKED 1
+#define KMLA_QUERY_E4M3 2
+
+// Exact takes a query's values as they are. E4M3 rounds a BF16 query to what the packed query
+// writer would store, bit for bit. Packed and E4M3 queries give the same in both.
+enum { KMLA_MODE_EXACT = 0, KMLA_MODE_E4M3_QUERY = 1 };
+
+// Type of a plain array: partials of splits, outputs, sources of writers.
+#define KMLA_BF16 0
+#define KMLA_FP32 1
+
+// Bytes of one record, 0 for an unknown format. Any thread.
+KMLA_API size_t kmla_kv_record_bytes(int32_t kv_format);
+KMLA_API size_t kmla_query_record_bytes(int32_t query_format);
+
+// One E4M3 ("fn") code: to fp32, and from fp32 with round-to-nearest-even and saturation at
+// 448. NaN becomes 0x7F. Any thread.
+KMLA_API float kmla_e4m3_to_float(uint8_t code);
+KMLA_API uint8_t kmla_float_to_e4m3(float value);
+
+// BF16 bits to fp32, and from fp32 with round-to-nearest-even. NaN stays NaN. Any thread.
+KMLA_API float kmla_bf16_to_float(uint16_t bits);
+KMLA_API uint16_t kmla_float_to_bf16(float value);
+
+// =============================================================================
+// >>planning   Heads, lengths, splits, workspace: pure functions, any thread, no CUDA
+// =============================================================================
+
+// How gathered heads are padded. The reader itself needs no padding: missing heads exist only
+// inside the kernel. This is for engines that pad, and for comparing with readers that must.
+enum { KMLA_PAD_TILE = 0, KMLA_PAD_EIGHT = 1 };
+
+typedef struct kmla_heads_desc {
+    int32_t local_heads; // heads a rank computes, 1..4096
+    int32_t dcp_ranks;   // ranks whose heads are gathered; 0 = 1
+    int32_t kv_format;   // KMLA_KV_*
+    int32_t padding;     // KMLA_PAD_*
+} kmla_heads_desc;
+
+typedef struct kmla_heads {
+    int32_t effective; // local_heads * dcp_ranks
+    int32_t tile;      // 16 if the KV is packed and effective > 16, else 8
+    int32_t padded;    // effective, rounded up to the tile (or to 8)
+    int32_t tiles;     // ceil(padded / tile)
+    int32_t launches;  // of a reader with whole tiles only: 2 when 16-head tiles leave a rest
+} kmla_heads;
+
+// Head geometry after the DCP gather. Gathered index of a head = rank * local_heads + head.
+// Errors: ARGUMENT (a count below 1, an unknown enum), OVERFLOW (effective > 2^20).
+KMLA_API kmla_status kmla_plan_heads(const kmla_heads_desc* desc, kmla_heads* out,
+                                     kmla_error* error);
+
+// A decode context parallel (DCP) shard: token g lives on rank (g / interleave) mod ranks.
+typedef struct kmla_dcp {
+    int32_t ranks;      // n; 0 = 1
+    int32_t rank;       // r, 0..n-1
+    int32_t interleave; // I tokens; 0 = 1
+} kmla_dcp;
+
+// Tokens of a global length that rank r holds:
+// floor(L/(nI))*I + clamp(L mod nI - r*I, 0, I). Sums to L over the ranks. A negative length
+// counts as 0. Errors: ARGUMENT (bad n, r or I).
+KMLA_API kmla_status kmla_local_length(const kmla_dcp* dcp, int64_t global_tokens,
+                                       int64_t* local_tokens, kmla_error* error);
+
+// The rank that holds global token g, and its index there. Either output may be NULL.
+// Errors: ARGUMENT (g < 0, bad n or I).
+KMLA_API kmla_status kmla_token_owner(const kmla_dcp* dcp, int64_t global_token, int32_t* rank,
+                                      int64_t* local_token, kmla_error* error);
+
+// Tokens of the largest shard of a context: ceil(C/(nI))*I. Errors: ARGUMENT.
+KMLA_API kmla_status kmla_shard_capacity(const kmla_dcp* dcp, int64_t context_tokens,
+                                         int64_t* shard_tokens, kmla_error* error);
+
+// Where a row's visible tokens end.
+enum {
+    KMLA_LENGTHS_PER_ROW = 0,      // lengths[R]: local tokens of each row, used as they are
+    KMLA_LENGTHS_PER_REQUEST = 1   // lengths[requests]: GLOBAL tokens, the block included
+};
+enum {
+    KMLA_ROWS_CAUSAL = 0, // row i of q: L - q + 1 + i
+    KMLA_ROWS_DRAFT = 1   // every row: L
+};
+
+// The rule by which lengths become token ranges; the same for host, device and planning.
+typedef struct kmla_length_rule {
+    int32_t lengths_kind;  // KMLA_LENGTHS_*
+    int32_t rows_kind;     // KMLA_ROWS_*; per-request lengths only
+    int32_t window_tokens; // W: keys [max(0, len-W), len); 0 = no window
+    kmla_dcp dcp;          // per-request lengths only: each row's GLOBAL bounds are localised
+} kmla_length_rule;
+
+// Token ranges [begins[i], ends[i]) of the rows of one request, in local tokens, before the
+// capacity clamp. `length` is the request's global length for KMLA_LENGTHS_PER_REQUEST; for
+// KMLA_LENGTHS_PER_ROW call it per row with rows = 1. Negative counts as 0.
+// Errors: ARGUMENT (rows < 1, null arrays, bad DCP, a DCP or causal rule with per-row lengths
+// and more than one rank).
+KMLA_API kmla_status kmla_row_ranges(const kmla_length_rule* rule, int64_t length, int32_t rows,
+                                     int64_t* begins, int64_t* ends, kmla_error* error);
+
+enum { KMLA_SPLIT_STATIC = 0, KMLA_SPLIT_BALANCED = 1 };
+
+// The part of one row's range that split s reads, in local tokens. Chunks are 64 tokens.
+// static: chunks [s*c, (s+1)*c), c = ceil(ceil(capacity/64)/S). balanced: the row's live
+// chunks [begin/64, ceil(end/64)) shared evenly over min(S, live) splits, the first
+// live mod min(S, live) of them one chunk longer. A row with at most single_split_chunks live
+// chunks is read by split 0 alone. An empty part is *part_begin = *part_end.
+// Errors: ARGUMENT.
+KMLA_API kmla_status kmla_split_range(int32_t split_mode, int32_t splits, int32_t split,
+                                      int64_t capacity_tokens, int32_t single_split_chunks,
+                                      int64_t begin, int64_t end, int64_t* part_begin,
+                                      int64_t* part_end, kmla_error* error);
+
+// Bytes that the partials of S splits take: S * R * H * (512 * size + 4); 0 for one split.
+// `heads` are the heads that are stored: 99 need no tile of 112. Layout: payloads
+// [S][R][H][512], then lse [S][R][H] fp32. Errors: ARGUMENT, OVERFLOW.
+KMLA_API kmla_status kmla_workspace_bytes(int32_t rows, int32_t heads, int32_t splits,
+                                          int32_t partial_type, uint64_t* bytes,
+                                          kmla_error* error);
+
+// What a plan needs to know of a card. kmla_gpu_device asks the driver; all zero = no GPU.
+typedef struct kmla_device {
+    int32_t compute_major;    // 9 of 9.0
+    int32_t compute_minor;    // 0 of 9.0
+    int32_t multiprocessors;  // SMs
+    int32_t shared_bytes;     // most dynamic shared memory a block may ask for (opt-in limit)
+    int32_t shared_bytes_sm;  // shared memory of one SM
+} kmla_device;
+
+// Limits of a shape.
+#define KMLA_MAX_HEADS 4096
+#define KMLA_MAX_ROWS 65535
+#define KMLA_MAX_SPLITS 1024
+#define KMLA_MAX_CAPACITY_TOKENS 67108864 // 2^26: 64 times the longest public context
+
+// What will be decoded. Zero takes the default in brackets.
+typedef struct kmla_shape {
+    int32_t requests;            // requests in a batch, 1..65535
+    int32_t rows;                // R, all rows of the batch, 1..65535 [requests * rows_per_request]
+    int32_t rows_per_request;    // most rows of any request [1]
+    int32_t heads;               // H, as the caller holds them: no padding needed, 1..4096
+    int32_t kv_format;           // KMLA_KV_* [packed]
+    int32_t query_format;        // KMLA_QUERY_* [BF16]
+    int32_t mode;                // KMLA_MODE_* [exact]
+    int32_t page_tokens;         // P, 1.. [64]
+    int64_t capacity_tokens;     // most local tokens of any row; longer lengths are clamped
+    int32_t split_mode;          // KMLA_SPLIT_* [static]
+    int32_t splits;              // S, 1..1024 [the planner's choice for the card]
+    int32_t single_split_chunks; // rows of at most so many live chunks use one split [0]
+    int32_t partial_type;        // KMLA_BF16 or KMLA_FP32 [BF16]
+    int32_t tile;                // query vectors a block reads together: 8, 16, 32 [planner]
+    int32_t ragged;              // 1: row_offsets says which rows are whose [0: uniform]
+    int32_t slot_list;           // 1: tokens come from a slot list, one per row [block table]
+    kmla_length_rule lengths;    // [per-row lengths, no window, one rank]
+} kmla_shape;
+
+enum { KMLA_READER_HOST = 0, KMLA_READER_PORTABLE = 1 };
+enum { KMLA_CHOSEN_BY_CALLER = 0, KMLA_CHOSEN_BY_PLANNER = 1 };
+
+// A whole plan. Plain data: copy it, keep it, compare it. Made by kmla_plan_decode only.
+typedef struct kmla_plan {
+    int32_t version;           // KMLA_VERSION that made it
+    int32_t reader;            // KMLA_READER_*
+    kmla_shape shape;          // with every default filled in
+    kmla_device device;        // as given
+    int32_t tile;              // query vectors of a block
+    int32_t tiles_per_request; // ceil(rows_per_request * heads / tile); slot list: of one row
+    int32_t groups;            // independent KV readers: requests, or rows with a slot list
+    int32_t splits;            // S
+    int32_t splits_chosen_by;  // KMLA_CHOSEN_BY_*
+    int32_t chunks;            // ceil(capacity / 64)
+    int32_t chunks_per_split;  // ceil(chunks / S): the static share
+    int32_t threads;           // of a reader block
+    int32_t shared_bytes;      // of a reader block
+    int32_t launches;          // reader, and merge if S > 1
+    uint64_t workspace_bytes;  // exact need; alignment 16
+    char reason[192];          // why this tile and these splits, for a log
+} kmla_plan;
+
+// Plans a decode. `device` NULL or all zero plans for the host reader.
+// Errors: ARGUMENT (names the field), OVERFLOW, UNSUPPORTED (compute capability below 8.0, or
+// shared memory that no variant fits; the message has both numbers).
+KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device* device,
+                                      kmla_plan* plan, kmla_error* error);
+
+// =============================================================================
+// >>arguments   What a call reads and writes; the same structs for host and GPU
+// =============================================================================
+//
+// Addresses are device addresses for kmla_gpu_* and host addresses for kmla_host_*, cast to
+// uint64_t. A stride of 0 means dense. Every record and payload address and byte stride is a
+// multiple of 16, every int32 or fp32 array's of 4, int64 of 8, else ARGUMENT. Outputs may not
+// overlap inputs.
+
+typedef struct kmla_decode {
+    uint64_t query;                  // [R][H] query records
+    int64_t query_row_stride_bytes;  // [H * head stride]
+    int64_t query_head_stride_bytes; // [record bytes]
+    float query_scale;               // E4M3 queries: their one scale, finite and > 0
+    float scale;                     // softmax scale, finite and > 0; no default
+    float kv_scale;                  // E4M3 KV: its one scale, finite and > 0
+    int32_t check_pages;             // 1: checking mode; reads tables back, synchronises
+    uint64_t kv;                     // pool: page p begins at kv + p * page_pitch_bytes
+    uint64_t kv_pages;               // pages in the pool, >= 1
+    uint64_t page_pitch_bytes;       // [P * record bytes], may be more, a multiple of 16
+    uint64_t block_table;            // int32 [requests][width], page of each P tokens
+    int64_t block_table_width;       // entries a request, >= 1; must cover ceil(capacity / P)
+    int64_t block_table_stride;      // entries from one request to the next [width]
+    uint64_t slot_list;              // int32 [R][width], page * P + offset, -1 = no token
+    int64_t slot_list_width;         // >= capacity_tokens
+    int64_t slot_list_stride;        // [width]
+    uint64_t row_offsets;            // ragged: int32 [requests + 1], prefix sums; rows past the
+                                     // last offset are dead: out 0, lse -inf
+    uint64_t lengths;                // int32 [R] or [requests], see KMLA_LENGTHS_*; <= 0: dead
+    uint64_t out;                    // [R][H][512], BF16 or FP32
+    int64_t out_row_stride;          // elements [H * head stride]
+    int64_t out_head_stride;         // elements [512]
+    int32_t out_type;                // KMLA_BF16 or KMLA_FP32
+    int32_t lse_unused_;             // keep 0
+    uint64_t lse;                    // fp32 [R][H], natural log; 0 = not wanted
+    int64_t lse_row_stride;          // elements [H]
+    int64_t lse_head_stride;         // elements [1]
+    uint64_t workspace;              // plan.workspace_bytes, 16-byte aligned; any content
+    uint64_t workspace_bytes;
+} kmla_decode;
+
+// Weighs parts by their lse: shards of DCP ranks, or any split of the tokens.
+// m = max lse (NaN and +-inf count as -inf), w = exp(lse - m), out = sum(w o) / sum(w),
+// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf.
+typedef struct kmla_combine {
+    int32_t parts;             // 1..1024
+    int32_t rows;              // R
+    int32_t heads;             // H, this rank's own
+    int32_t part_type;         // KMLA_BF16 or KMLA_FP32
+    uint64_t part_out;         // [parts][R][H][512]
+    int64_t part_out_stride;   // elements from part to part [R * row stride]
+    int64_t part_row_stride;   // elements [H * head stride]
+    int64_t part_head_stride;  // elements [512]
+    uint64_t part_lse;         // fp32 [parts][R][H]
+    int64_t part_lse_stride;   // elements from part to part [R * row stride]
+    int64_t part_lse_row_stride;  // elements [H * head stride]
+    int64_t part_lse_head_stride; // elements [1]
+    uint64_t out;              // [R][H][512]
+    int64_t out_row_stride;    // elements [H * head stride]
+    int64_t out_head_stride;   // elements [512]
+    int32_t out_type;          // KMLA_BF16 or KMLA_FP32
+    int32_t unused_;           // keep 0
+    uint64_t lse;              // fp32 [R][H]; 0 = not wanted
+    int64_t lse_row_stride;    // elements [H * head stride]
+    int64_t lse_head_stride;   // elements [1]
+} kmla_combine;
+
+enum { KMLA_SCALE_EXACT = 0, KMLA_SCALE_POWER_OF_TWO = 1 };
+
+// Writes KV records. Packed: per token and 128 dims, scale = max(amax / 448, FLT_MIN),
+// optionally rounded up to a power of two; code = E4M3(x / scale); rope is a bit copy.
+// E4M3: code = E4M3(x / kv_scale) for all 576. BF16: values rounded to BF16.
+typedef struct kmla_kv_write {
+    int32_t tokens;            // T, >= 1
+    int32_t kv_format;         // KMLA_KV_*
+    int32_t source_type;       // KMLA_BF16 or KMLA_FP32: of latent; rope likewise
+    int32_t scale_rule;        // KMLA_SCALE_*; packed only
+    float kv_scale;            // E4M3 only, finite and > 0
+    int32_t page_tokens;       // P [64]
+    uint64_t latent;           // [T][512]
+    int64_t latent_stride;     // elements [512]
+    uint64_t rope;             // [T][64]
+    int64_t rope_stride;       // elements [64]
+    uint64_t slots;            // int64 [T]: page * P + offset; < 0 or past the pool: skipped
+    uint64_t kv;               // pool
+    uint64_t kv_pages;         // pages in the pool
+    uint64_t page_pitch_bytes; // [P * record bytes]
+} kmla_kv_write;
+
+// Writes query records. Packed: per 128 dims, raw = max(amax, 1e-4) * (1/448), rounded up to a
+// power of two by its bits; code = E4M3(x * (1/scale)); rope becomes BF16.
+// E4M3: code = E4M3(x / query_scale) for all 576. BF16: values rounded to BF16.
+// Source and destination must not overlap.
+typedef struct kmla_query_write {
+    int32_t rows;                     // R
+    int32_t heads;                    // H
+    int32_t query_format;             // KMLA_QUERY_*
+    int32_t source_type;              // KMLA_BF16 or KMLA_FP32
+    float query_scale;                // E4M3 only, finite and > 0
+    int32_t unused_;                  // keep 0
+    uint64_t source;                  // [R][H][576]
+    int64_t source_row_stride;        // elements [H * head stride]
+    int64_t source_head_stride;       // elements [576]
+    uint64_t query;                   // [R][H] records
+    int64_t query_row_stride_bytes;   // [H * head stride]
+    int64_t query_head_stride_bytes;  // [record bytes]
+} kmla_query_write;
+
+// The checks that every host and GPU call makes first, usable alone: nothing is read through
+// any address. Errors: ARGUMENT (names the field), WORKSPACE, OVERFLOW. Any thread.
+KMLA_API kmla_status kmla_check_decode(const kmla_plan* plan, const kmla_decode* args,
+                                       kmla_error* error);
+KMLA_API kmla_status kmla_check_combine(const kmla_combine* args, kmla_error* error);
+KMLA_API kmla_status kmla_check_kv_write(const kmla_kv_write* args, kmla_error* error);
+KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_error* error);
+
+// Checking mode's own check, on HOST copies of the tables: row_offsets rise from 0 to at most R
+// and by at most rows_per_request, every page or slot that a live token names is in the pool.
+// `table` is the block table or the slot list, `row_offsets` may be NULL if not ragged.
+// Errors: ARGUMENT, PAGE (the message has row, token and value).
+KMLA_API kmla_status kmla_check_pages(const kmla_plan* plan, const kmla_decode* args,
+                                      const int32_t* table, const int32_t* lengths,
+                                      const int32_t* row_offsets, kmla_error* error);
+
+// =============================================================================
+// >>host   Host reader, merge, combine and writers: plain C, fp32, the GPU's fallback and oracle
+// =============================================================================
+
+// A caller's way to run count tasks, in any order and on any threads; run returns when all have.
+typedef void (*kmla_task)(void* task_data, uint32_t index);
+typedef struct kmla_parallel {
+    void (*run)(void* user, uint32_t count, kmla_task task, void* task_data);
+    void* user;
+} kmla_parallel;
+
+// Decodes on the CPU, by the same plan (splits, partial type) as the GPU would. `parallel` NULL
+// runs on the calling thread. Order of sums, per vector: dims ascending within a 128-dim group,
+// groups ascending, rope last; tokens ascending within a split, splits ascending in the merge.
+// The result does not depend on `parallel`. Allocates nothing.
+// Errors: those of kmla_check_decode; PAGE with check_pages. Threads: any, on distinct outputs.
+KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* args,
+                                      const kmla_parallel* parallel, kmla_error* error);
+
+// Combine and writers on the CPU; byte-equal to the GPU's writers. Errors: their check's.
+KMLA_API kmla_status kmla_host_combine(const kmla_combine* args, kmla_error* error);
+KMLA_API kmla_status kmla_host_write_kv(const kmla_kv_write* args, kmla_error* error);
+KMLA_API kmla_status kmla_host_write_query(const kmla_query_write* args, kmla_error* error);
+
+// =============================================================================
+// >>gpu   GPU side: open, compile, prepare, launch, close
+// =============================================================================
+#ifndef KIMI_MLA_NO_GPU
+
+// One object per CUDA context; not tied to a thread.
+typedef struct kmla_gpu kmla_gpu;
+
+// How the libraries are found. Zero: by name (libcuda.so.1 / nvcuda.dll; libnvrtc.so.13, .12,
+// .11.2, .so, and nvrtc64_*.dll). A handle wins over a path, a path over names.
+typedef struct kmla_gpu_desc {
+    void* cuda_handle;        // of dlopen or LoadLibrary; stays the caller's
+    const char* cuda_path;
+    void* nvrtc_handle;
+    const char* nvrtc_path;
+    int32_t without_nvrtc;    // 1: images come from the caller; NVRTC is not looked for
+    int32_t without_cuda;     // 1: for compiling only, libcuda is not looked for; every other
+                              // call on the object returns LIBRARY
+} kmla_gpu_desc;
+
+// Finds the libraries and their functions. NVRTC is looked for at the first compile. Creates no
+// context, prints nothing, unloads nothing. desc may be NULL. Not for use during capture.
+// Errors: LIBRARY (lists every name tried), SYMBOL, CUDA, MEMORY.
+KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error);
+
+// Describes the device of the calling thread's current context. Errors: CONTEXT, CUDA.
+KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_error* error);
+
+// A compiled image: CUBIN for exactly one architecture.
+typedef struct kmla_image {
+    void* data;            // KMLA_MALLOC; kmla_image_free frees it
+    size_t bytes;
+    int32_t variant;       // which kernels: kmla_plan_variant, or 0 for the writers and combine
+    int32_t compute_major; // the card it is for
+    int32_t compute_minor;
+    int32_t unused_;
+} kmla_image;
+
+// Receives NVRTC's log, also when it succeeds with a log. The text ends when the call returns.
+typedef struct kmla_log {
+    void (*write)(void* user, const char* text);
+    void* user;
+} kmla_log;
+
+// Compiles the kernels of a plan, or with plan NULL the writers and the combine, for
+// device->compute_major.minor. Needs no GPU and no context. Slow (seconds). Any thread.
+// Errors: ARGUMENT, LIBRARY, SYMBOL, ARCHITECTURE (NVRTC does not know the card; the message
+// has NVRTC's version and what it knows), COMPILE, MEMORY.
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error);
+KMLA_API void kmla_image_free(kmla_image* image);
+
+// Loads a plan's kernels into the current context, or with plan NULL the writers and the
+// combine (a plan loads those too). `image` NULL compiles first. Calling it again for what is
+// loaded does nothing. Call it outside capture, once per context and plan, before any launch.
+// Not from two threads at once on one object.
+// Errors: CONTEXT (none current, or another than the first prepare's), CAPTURE is not detected
+// here, ARCHITECTURE (an image for another card), CUDA, and those of kmla_gpu_compile.
+KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_image* image, kmla_error* error);
+
+// Launches: the reader, and the merge if there are several splits. `stream` is a CUstream (NULL
+// = the context's legacy stream). Allocates, locks, loads, queries and synchronises nothing, and
+// is legal in any capture mode. Everything that varies from step to step (lengths, tables, row
+// offsets) is read from device memory when the kernel runs. Any thread with the prepared
+// context current; launches on distinct workspaces may overlap.
+// Errors, before anything is launched: those of kmla_check_decode, CONTEXT, NOT_PREPARED (a
+// capture stays valid); then CUDA. With check_pages it reads tables back and synchronises, and
+// so is not for capture: PAGE, MEMORY.
+KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_decode* args, void* stream, kmla_error* error);
+KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, void* stream,
+                                      kmla_error* error);
+KMLA_API kmla_status kmla_gpu_write_kv(kmla_gpu* gpu, const kmla_kv_write* args, void* stream,
+                                       kmla_error* error);
+KMLA_API kmla_status kmla_gpu_write_query(kmla_gpu* gpu, const kmla_query_write* args,
+                                          void* stream, kmla_error* error);
+
+// Unloads the modules (if their context still lives) and frees the object. NULL does nothing.
+KMLA_API void kmla_gpu_close(kmla_gpu* gpu);
+
+// The variant number of a plan's kernels: reader * 10000 + kv_format * 1000 + tile.
+KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan);
+
+// The whole device source as NVRTC gets it (facts first), for offline compilers and caches.
+// *bytes is the room of text and becomes the need, the final zero included; text may be NULL.
+// Errors: ARGUMENT (bytes is NULL, or the room too small: text stays as it was). Any thread.
+KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* error);
+
+#endif // KIMI_MLA_NO_GPU
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // KIMI_MLA_H
+
+// =============================================================================
+// End of header; the implementation follows
+// =============================================================================
+#if defined(KIMI_MLA_IMPLEMENTATION) && !defined(KIMI_MLA_IMPLEMENTED)
+#define KIMI_MLA_IMPLEMENTED
+
+// -----------------------------------------------------------------------------
+// Facts that host and device share. Each is written once, as a macro; KMLA_I_FACTS further down
+// turns them into the first lines of the device source.
+// -----------------------------------------------------------------------------
+
+#define KMLA_I_READER_THREADS 256  // 8 warps: 2 halves of a step's tokens x 4 groups of dims
+#define KMLA_I_SUPPORT_THREADS 128 // merge, combine, writers
+#define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time
+#define KMLA_I_STAGES_PACKED 3     // steps of KV in shared memory
+#define KMLA_I_STAGES_E4M3 3
+#define KMLA_I_STAGES_BF16 2
+#define KMLA_I_PITCH_PACKED 656    // bytes from record to record in shared memory: chosen so
+#define KMLA_I_PITCH_E4M3 592      // that a warp's loads fall into different banks
+#define KMLA_I_PITCH_BF16 1168
+#define KMLA_I_SCORE_PITCH 36      // fp32 from vector to vector of the score buffer
+#define KMLA_I_WEIGHT_PITCH 40     // 16-bit weights from vector to vector
+#define KMLA_I_MISC_BYTES 64       // mbarriers and token masks of the stages
+#define KMLA_I_REFERENCE_BELOW 5   // a new softmax reference is the maximum less this (log2)
+#define KMLA_I_REFERENCE_GROWTH 15 // and is kept until a score passes it by this: 2^15 fits f16
+
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+// =============================================================================
+// >>status   Implementation: status codes, errors, and the checks that all others are made of
+// =============================================================================
+
+#if defined(__GNUC__)
+#define KMLA_I_PRINTF(format, values) __attribute__((__format__(__printf__, format, values)))
+#else
+#define KMLA_I_PRINTF(format, values)
+#endif
+
+#define KMLA_I_COUNT(array) ((int32_t)(sizeof(array) / sizeof((array)[0])))
+
+KMLA_API const char* kmla_status_name(kmla_status status) {
+    switch (status) {
+#define KMLA_I_STATUS(name, value, text) case value: return #name;
+        KMLA_STATUS_LIST(KMLA_I_STATUS)
+#undef KMLA_I_STATUS
+    }
+    return "KMLA_ERROR_UNKNOWN";
+}
+
+KMLA_API const char* kmla_status_text(kmla_status status) {
+    switch (status) {
+#define KMLA_I_STATUS(name, value, text) case value: return text;
+        KMLA_STATUS_LIST(KMLA_I_STATUS)
+#undef KMLA_I_STATUS
+    }
+    return "not a status of this library";
+}
+
+// Fills the whole error, if the caller wants one, and returns the status.
+static kmla_status kmla_i_fail(kmla_error* error, kmla_status status, const char* format, ...)
+    KMLA_I_PRINTF(3, 4);
+
+static kmla_status kmla_i_fail(kmla_error* error, kmla_status status, const char* format, ...) {
+    if (error) {
+        va_list values;
+        memset(error, 0, sizeof *error);
+        error->status = status;
+        va_start(values, format);
+        vsnprintf(error->message, sizeof error->message, format, values);
+        va_end(values);
+    }
+    return status;
+}
+
+static int64_t kmla_i_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t kmla_i_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t kmla_i_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static int64_t kmla_i_default(int64_t value, int64_t instead) { return value ? value : instead; }
+
+// A product of counts: INT64_MAX if it does not fit, -1 if a factor is negative. Both are sizes
+// that no check accepts, so that defaults can be computed before anything is checked.
+static int64_t kmla_i_multiply(int64_t a, int64_t b) {
+    if (a < 0 || b < 0) {
+        return -1;
+    }
+    return b > 0 && a > INT64_MAX / b ? INT64_MAX : a * b;
+}
+
+// What a number may be, inclusive.
+typedef struct kmla_i_limit {
+    const char* name;
+    int64_t value, low, high;
+} kmla_i_limit;
+
+static kmla_status kmla_i_check_limits(const kmla_i_limit* limits, int32_t count,
+                                       kmla_error* error) {
+    for (int32_t i = 0; i < count; ++i) {
+        const kmla_i_limit* l = &limits[i];
+        if (l->value < l->low || l->value > l->high) {
+            return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is %lld; %lld..%lld is allowed",
+                               l->name, (long long)l->value, (long long)l->low,
+                               (long long)l->high);
+        }
+    }
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_check_pointer(const char* name, const void* pointer, kmla_error* error) {
+    return pointer ? KMLA_OK : kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL", name);
+}
+
+// =============================================================================
+// >>records   Implementation: record sizes, E4M3 and BF16
+// =============================================================================
+
+KMLA_API size_t kmla_kv_record_bytes(int32_t kv_format) {
+    switch (kv_format) {
+        case KMLA_KV_PACKED: return KMLA_PACKED_BYTES;
+        case KMLA_KV_E4M3: return KMLA_E4M3_BYTES;
+        case KMLA_KV_BF16: return KMLA_BF16_BYTES;
+    }
+    return 0;
+}
+
+KMLA_API size_t kmla_query_record_bytes(int32_t query_format) {
+    switch (query_format) {
+        case KMLA_QUERY_BF16: return KMLA_BF16_BYTES;
+        case KMLA_QUERY_PACKED: return KMLA_PACKED_BYTES;
+        case KMLA_QUERY_E4M3: return KMLA_E4M3_BYTES;
+    }
+    return 0;
+}
+
+static uint32_t kmla_i_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static float kmla_i_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// E4M3 is sign, 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 counts 2^-9 steps.
+KMLA_API float kmla_e4m3_to_float(uint8_t code) {
+    uint32_t sign = (uint32_t)(code & 0x80) << 24;
+    uint32_t magnitude = code & 0x7Fu;
+    if (magnitude == 0x7F) {
+        return kmla_i_float(sign | 0x7FC00000u);
+    }
+    if (magnitude < 8) {
+        float value = (float)magnitude * (1.0f / 512.0f);
+        return kmla_i_float(sign | kmla_i_bits(value));
+    }
+    return kmla_i_float(sign | ((magnitude << 20) + (120u << 23))); // 120 = fp32's bias less 7
+}
+
+KMLA_API uint8_t kmla_float_to_e4m3(float value) {
+    uint32_t bits = kmla_i_bits(value);
+    uint32_t sign = bits >> 24 & 0x80u;
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) {
+        return 0x7F;
+    }
+    if (magnitude >= 0x43E00000u) { // 448 and more
+        return (uint8_t)(sign | 0x7Eu);
+    }
+    if (magnitude >= 0x3C800000u) { // 2^-6 and more: keep 3 of 23 mantissa bits
+        uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);
+        return (uint8_t)(sign | ((rounded >> 20) - (120u << 3)));
+    }
+    uint32_t shift = 141u - (magnitude >> 23); // of the 24-bit significand, to count 2^-9 steps
+    if (shift > 24) {                          // less than half a step
+        return (uint8_t)sign;
+    }
+    uint32_t significand = (magnitude & 0x7FFFFFu) | 0x800000u;
+    uint32_t half_less_one = (1u << (shift - 1)) - 1u;
+    return (uint8_t)(sign | ((significand + half_less_one + (significand >> shift & 1u)) >> shift));
+}
+
+KMLA_API float kmla_bf16_to_float(uint16_t bits) { return kmla_i_float((uint32_t)bits << 16); }
+
+// NaN becomes 0x7FFF, as the GPU's own conversion has it.
+KMLA_API uint16_t kmla_float_to_bf16(float value) {
+    uint32_t bits = kmla_i_bits(value);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
+        return 0x7FFF;
+    }
+    return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+// =============================================================================
+// >>planning   Implementation: heads
+// =============================================================================
+
+KMLA_API kmla_status kmla_plan_heads(const kmla_heads_desc* desc, kmla_heads* out,
+                                     kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("desc", desc, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("out", out, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t ranks = kmla_i_default(desc->dcp_ranks, 1);
+    const kmla_i_limit limits[] = {
+        {"desc.local_heads", desc->local_heads, 1, KMLA_MAX_HEADS},
+        {"desc.dcp_ranks", ranks, 1, INT32_MAX},
+        {"desc.kv_format", desc->kv_format, 0, KMLA_KV_BF16},
+        {"desc.padding", desc->padding, 0, KMLA_PAD_EIGHT},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t effective = desc->local_heads * ranks;
+    if (effective > 1 << 20) {
+        return kmla_i_fail(error, KMLA_ERROR_OVERFLOW,
+                           "desc.local_heads * desc.dcp_ranks is %lld; 1048576 is the most",
+                           (long long)effective);
+    }
+    // Packed heads that fit one tile of 16 are not given one: two of 8 at most hold them.
+    int64_t tile = desc->kv_format == KMLA_KV_PACKED && effective > 16 ? 16 : 8;
+    int64_t unit = desc->padding == KMLA_PAD_EIGHT ? 8 : tile;
+    int64_t padded = kmla_i_ceil_div(effective, unit) * unit;
+    out->effective = (int32_t)effective;
+    out->tile = (int32_t)tile;
+    out->padded = (int32_t)padded;
+    out->tiles = (int32_t)kmla_i_ceil_div(padded, tile);
+    out->launches = padded % tile ? 2 : 1;
+    return KMLA_OK;
+}
+
+// =============================================================================
+// >>planning   Implementation: lengths
+// =============================================================================
+
+static kmla_dcp kmla_i_full_dcp(kmla_dcp dcp) {
+    dcp.ranks = (int32_t)kmla_i_default(dcp.ranks, 1);
+    dcp.interleave = (int32_t)kmla_i_default(dcp.interleave, 1);
+    return dcp;
+}
+
+// Checks a DCP whose defaults are filled in.
+static kmla_status kmla_i_check_dcp(const kmla_dcp* dcp, kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"dcp.ranks", dcp->ranks, 1, INT32_MAX},
+        {"dcp.rank", dcp->rank, 0, (int64_t)dcp->ranks - 1},
+        {"dcp.interleave", dcp->interleave, 1, INT32_MAX},
+    };
+    return kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+}
+
+// A DCP as the public functions take it: not NULL, defaults filled in, checked.
+static kmla_status kmla_i_read_dcp(const kmla_dcp* given, kmla_dcp* dcp, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("dcp", given, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    *dcp = kmla_i_full_dcp(*given);
+    return kmla_i_check_dcp(dcp, error);
+}
+
+// Tokens of the first `tokens` global ones that this rank holds. dcp is full and checked.
+static int64_t kmla_i_local_tokens(const kmla_dcp* dcp, int64_t tokens) {
+    int64_t interleave = dcp->interleave;
+    int64_t round = dcp->ranks * interleave; // tokens in which every rank has its turn
+    int64_t rest = tokens % round - dcp->rank * interleave;
+    return tokens / round * interleave + kmla_i_min(kmla_i_max(rest, 0), interleave);
+}
+
+KMLA_API kmla_status kmla_local_length(const kmla_dcp* dcp, int64_t global_tokens,
+                                       int64_t* local_tokens, kmla_error* error) {
+    kmla_dcp full;
+    kmla_status status = kmla_i_read_dcp(dcp, &full, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("local_tokens", local_tokens, error);
+    }
+    if (status == KMLA_OK) {
+        *local_tokens = kmla_i_local_tokens(&full, kmla_i_max(global_tokens, 0));
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_token_owner(const kmla_dcp* dcp, int64_t global_token, int32_t* rank,
+                                      int64_t* local_token, kmla_error* error) {
+    kmla_dcp full;
+    kmla_status status = kmla_i_read_dcp(dcp, &full, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_i_limit limit = {"global_token", global_token, 0, INT64_MAX};
+    status = kmla_i_check_limits(&limit, 1, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t interleave = full.interleave;
+    int64_t run = global_token / interleave; // every run of `interleave` tokens has one owner
+    if (rank) {
+        *rank = (int32_t)(run % full.ranks);
+    }
+    if (local_token) {
+        *local_token = run / full.ranks * interleave + global_token % interleave;
+    }
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_shard_capacity(const kmla_dcp* dcp, int64_t context_tokens,
+                                         int64_t* shard_tokens, kmla_error* error) {
+    kmla_dcp full;
+    kmla_status status = kmla_i_read_dcp(dcp, &full, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("shard_tokens", shard_tokens, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t round = (int64_t)full.ranks * full.interleave;
+    // The upper limit keeps the last, partly filled round from passing INT64_MAX.
+    const kmla_i_limit limit = {"context_tokens", context_tokens, 0, INT64_MAX - round};
+    status = kmla_i_check_limits(&limit, 1, error);
+    if (status == KMLA_OK) {
+        *shard_tokens = kmla_i_ceil_div(context_tokens, round) * full.interleave;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_check_length_rule(const kmla_length_rule* rule, kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"lengths.lengths_kind", rule->lengths_kind, 0, KMLA_LENGTHS_PER_REQUEST},
+        {"lengths.rows_kind", rule->rows_kind, 0, KMLA_ROWS_DRAFT},
+        {"lengths.window_tokens", rule->window_tokens, 0, INT32_MAX},
+    };
+    kmla_dcp dcp = kmla_i_full_dcp(rule->dcp);
+    kmla_status status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_dcp(&dcp, error);
+    }
+    if (status == KMLA_OK && rule->lengths_kind == KMLA_LENGTHS_PER_ROW && dcp.ranks > 1) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "lengths.dcp.ranks is %d, but lengths_kind is KMLA_LENGTHS_PER_ROW: "
+                           "those are local already; only per-request lengths are global",
+                           (int)dcp.ranks);
+    }
+    return status;
+}
+
+// Tokens [begin, end) that row i of a request's `rows` sees, before the capacity clamp. `length`
+// is the row's own, or its request's global one, as the rule (checked) says.
+static void kmla_i_row_range(const kmla_length_rule* rule, int64_t length, int32_t rows,
+                             int32_t row, int64_t* begin, int64_t* end) {
+    int64_t last = kmla_i_max(length, 0);
+    if (rule->lengths_kind == KMLA_LENGTHS_PER_REQUEST && rule->rows_kind == KMLA_ROWS_CAUSAL) {
+        last = kmla_i_max(last - ((int64_t)rows - 1 - row), 0);
+    }
+    int64_t first = rule->window_tokens ? kmla_i_max(last - rule->window_tokens, 0) : 0;
+    // Global bounds are localised one by one. A difference of local numbers would be wrong.
+    kmla_dcp dcp = kmla_i_full_dcp(rule->dcp);
+    *begin = kmla_i_local_tokens(&dcp, first);
+    *end = kmla_i_local_tokens(&dcp, last);
+}
+
+KMLA_API kmla_status kmla_row_ranges(const kmla_length_rule* rule, int64_t length, int32_t rows,
+                                     int64_t* begins, int64_t* ends, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("rule", rule, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("begins", begins, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("ends", ends, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_length_rule(rule, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int32_t most_rows = rule->lengths_kind == KMLA_LENGTHS_PER_ROW ? 1 : INT32_MAX;
+    const kmla_i_limit limit = {"rows", rows, 1, most_rows};
+    status = kmla_i_check_limits(&limit, 1, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    for (int32_t row = 0; row < rows; ++row) {
+        kmla_i_row_range(rule, length, rows, row, &begins[row], &ends[row]);
+    }
+    return KMLA_OK;
+}
+
+// =============================================================================
+// >>planning   Implementation: splits and workspace
+// =============================================================================
+
+// Chunks [first, last) of split s, for a row whose live chunks are [live_first, live_last).
+static void kmla_i_split_chunks(int32_t split_mode, int32_t splits, int32_t split, int64_t chunks,
+                                int32_t single_split_chunks, int64_t live_first, int64_t live_last,
+                                int64_t* first, int64_t* last) {
+    int64_t live = live_last - live_first;
+    if (live <= single_split_chunks) {
+        *first = live_first;
+        *last = split == 0 ? live_last : live_first;
+    } else if (split_mode == KMLA_SPLIT_STATIC) {
+        int64_t share = kmla_i_ceil_div(chunks, splits);
+        *first = split * share;
+        *last = *first + share;
+    } else {
+        int64_t used = kmla_i_min(splits, live);
+        int64_t share = live / used;
+        int64_t longer = live % used; // so many splits take one chunk more
+        *first = live_first + split * share + kmla_i_min(split, longer);
+        *last = split < used ? *first + share + (split < longer) : *first;
+    }
+}
+
+KMLA_API kmla_status kmla_split_range(int32_t split_mode, int32_t splits, int32_t split,
+                                      int64_t capacity_tokens, int32_t single_split_chunks,
+                                      int64_t begin, int64_t end, int64_t* part_begin,
+                                      int64_t* part_end, kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"split_mode", split_mode, 0, KMLA_SPLIT_BALANCED},
+        {"splits", splits, 1, KMLA_MAX_SPLITS},
+        {"split", split, 0, (int64_t)splits - 1},
+        {"capacity_tokens", capacity_tokens, 1, KMLA_MAX_CAPACITY_TOKENS},
+        {"single_split_chunks", single_split_chunks, 0, INT32_MAX},
+        {"begin", begin, 0, INT64_MAX},
+        {"end", end, begin, INT64_MAX},
+    };
+    kmla_status status = kmla_i_check_pointer("part_begin", part_begin, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("part_end", part_end, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    end = kmla_i_min(end, capacity_tokens);
+    begin = kmla_i_min(begin, end);
+    *part_begin = begin;
+    *part_end = begin;
+    if (begin < end) {
+        int64_t first, last;
+        kmla_i_split_chunks(split_mode, splits, split,
+                            kmla_i_ceil_div(capacity_tokens, KMLA_CHUNK_TOKENS),
+                            single_split_chunks, begin / KMLA_CHUNK_TOKENS,
+                            kmla_i_ceil_div(end, KMLA_CHUNK_TOKENS), &first, &last);
+        first = kmla_i_max(begin, first * KMLA_CHUNK_TOKENS);
+        last = kmla_i_min(end, last * KMLA_CHUNK_TOKENS);
+        if (first < last) {
+            *part_begin = first;
+            *part_end = last;
+        }
+    }
+    return KMLA_OK;
+}
+
+static int32_t kmla_i_element_bytes(int32_t type) { return type == KMLA_BF16 ? 2 : 4; }
+
+KMLA_API kmla_status kmla_workspace_bytes(int32_t rows, int32_t heads, int32_t splits,
+                                          int32_t partial_type, uint64_t* bytes,
+                                          kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"rows", rows, 1, INT32_MAX},
+        {"heads", heads, 1, INT32_MAX},
+        {"splits", splits, 1, INT32_MAX},
+        {"partial_type", partial_type, 0, KMLA_FP32},
+    };
+    kmla_status status = kmla_i_check_pointer("bytes", bytes, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (splits == 1) { // the reader writes the output itself
+        *bytes = 0;
+        return KMLA_OK;
+    }
+    int64_t vector_bytes = KMLA_LATENT_DIMS * kmla_i_element_bytes(partial_type) + 4;
+    int64_t vectors = kmla_i_multiply(rows, heads);
+    int64_t need = kmla_i_multiply(kmla_i_multiply(vectors, splits), vector_bytes);
+    if (need == INT64_MAX) {
+        return kmla_i_fail(error, KMLA_ERROR_OVERFLOW,
+                           "a workspace of %d splits * %d rows * %d heads does not fit 63 bits",
+                           (int)splits, (int)rows, (int)heads);
+    }
+    *bytes = (uint64_t)need;
+    return KMLA_OK;
+}
+
+// =============================================================================
+// >>planning   Implementation: a whole plan
+// =============================================================================
+
+// Fills in every default but those of tile and splits, which need the card.
+static kmla_shape kmla_i_full_shape(const kmla_shape* given) {
+    kmla_shape shape = *given;
+    shape.rows_per_request = (int32_t)kmla_i_default(shape.rows_per_request, 1);
+    shape.page_tokens = (int32_t)kmla_i_default(shape.page_tokens, 64);
+    shape.lengths.dcp = kmla_i_full_dcp(shape.lengths.dcp);
+    if (shape.rows == 0 && !shape.ragged) {
+        int64_t rows = kmla_i_multiply(shape.requests, shape.rows_per_request);
+        shape.rows = (int32_t)kmla_i_min(rows, INT32_MAX);
+    }
+    return shape;
+}
+
+static int kmla_i_is_tile(int32_t tile) { return tile == 8 || tile == 16 || tile == 32; }
+
+// Checks a shape whose defaults are filled in; tile and splits may still be 0.
+static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"shape.requests", shape->requests, 1, KMLA_MAX_ROWS},
+        {"shape.rows_per_request", shape->rows_per_request, 1, KMLA_MAX_ROWS},
+        {"shape.ragged", shape->ragged, 0, 1},
+        {"shape.rows", shape->rows, 1, KMLA_MAX_ROWS},
+        {"shape.heads", shape->heads, 1, KMLA_MAX_HEADS},
+        {"shape.kv_format", shape->kv_format, 0, KMLA_KV_BF16},
+        {"shape.query_format", shape->query_format, 0, KMLA_QUERY_E4M3},
+        {"shape.mode", shape->mode, 0, KMLA_MODE_E4M3_QUERY},
+        {"shape.page_tokens", shape->page_tokens, 1, INT32_MAX},
+        {"shape.capacity_tokens", shape->capacity_tokens, 1, KMLA_MAX_CAPACITY_TOKENS},
+        {"shape.split_mode", shape->split_mode, 0, KMLA_SPLIT_BALANCED},
+        {"shape.splits", shape->splits, 0, KMLA_MAX_SPLITS},
+        {"shape.single_split_chunks", shape->single_split_chunks, 0, INT32_MAX},
+        {"shape.partial_type", shape->partial_type, 0, KMLA_FP32},
+        {"shape.slot_list", shape->slot_list, 0, 1},
+        // The reader's grid has one more layer for the rows past the last offset.
+        {"shape.requests (ragged)", (int64_t)shape->requests + shape->ragged, 1, 65535},
+    };
+    kmla_status status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_length_rule(&shape->lengths, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t uniform_rows = (int64_t)shape->requests * shape->rows_per_request;
+    if (!shape->ragged && shape->rows != uniform_rows) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "shape.rows is %d; requests * rows_per_request is %lld, and not ragged",
+                           (int)shape->rows, (long long)uniform_rows);
+    }
+    if (shape->tile != 0 && !kmla_i_is_tile(shape->tile)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "shape.tile is %d; 8, 16 and 32 are allowed, and 0 for the planner's",
+                           (int)shape->tile);
+    }
+    int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
+    if (shape->slot_list && (shape->ragged || !per_row)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "shape.slot_list has a list per row, so it wants KMLA_LENGTHS_PER_ROW "
+                           "and no ragged rows");
+    }
+    return KMLA_OK;
+}
+
+static int kmla_i_no_device(const kmla_device* device) {
+    return !device || (device->compute_major == 0 && device->compute_minor == 0 &&
+                       device->multiprocessors == 0 && device->shared_bytes == 0 &&
+                       device->shared_bytes_sm == 0);
+}
+
+static kmla_status kmla_i_check_device(const kmla_device* device, kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"device.compute_major", device->compute_major, 0, 999},
+        {"device.compute_minor", device->compute_minor, 0, 9},
+        {"device.multiprocessors", device->multiprocessors, 1, 65535},
+        {"device.shared_bytes", device->shared_bytes, 0, INT32_MAX},
+        {"device.shared_bytes_sm", device->shared_bytes_sm, 0, INT32_MAX},
+    };
+    kmla_status status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK && device->compute_major < 8) {
+        return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
+                           "device.compute_major is %d (compute capability %d.%d); 8.0 is needed",
+                           (int)device->compute_major, (int)device->compute_major,
+                           (int)device->compute_minor);
+    }
+    return status;
+}
+
+// The smallest tile that needs no more tiles than the largest does.
+static int32_t kmla_i_choose_tile(int64_t vectors) {
+    int32_t tile = 32;
+    while (tile > 8 && kmla_i_ceil_div(vectors, tile / 2) == kmla_i_ceil_div(vectors, tile)) {
+        tile /= 2;
+    }
+    return tile;
+}
+
+// Shared memory of a block of the portable reader, in the order in which it is laid out there.
+static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile) {
+    int32_t packed = kv_format == KMLA_KV_PACKED;
+    int32_t bf16 = kv_format == KMLA_KV_BF16;
+    int32_t stages = packed ? KMLA_I_STAGES_PACKED : bf16 ? KMLA_I_STAGES_BF16 : KMLA_I_STAGES_E4M3;
+    int32_t pitch = packed ? KMLA_I_PITCH_PACKED : bf16 ? KMLA_I_PITCH_BF16 : KMLA_I_PITCH_E4M3;
+    int32_t records = stages * KMLA_I_STEP_TOKENS * pitch;
+    int32_t scores = 4 * tile * KMLA_I_SCORE_PITCH * 4;
+    int32_t weights = tile * KMLA_I_WEIGHT_PITCH * 2 * (bf16 ? 2 : 1);
+    int32_t ratios = packed ? KMLA_I_STEP_TOKENS * 4 * 2 : 0;
+    int32_t exponents = packed ? KMLA_I_STEP_TOKENS * 4 : 0;
+    int32_t factors = tile * 4;
+    int32_t query_norms = 4 * tile * 4;
+    return records + scores + weights + ratios + exponents + factors + query_norms +
+           KMLA_I_MISC_BYTES;
+}
+
+// Rows whose vectors one group of blocks reads together, with one walk over their KV.
+static int32_t kmla_i_rows_per_group(const kmla_shape* shape) {
+    return shape->slot_list ? 1 : shape->rows_per_request;
+}
+
+// Sets the tile, and the shared memory that it needs: the caller's, else the best that fits.
+static kmla_status kmla_i_plan_tile(kmla_plan* plan, kmla_error* error) {
+    const kmla_shape* shape = &plan->shape;
+    int64_t vectors = (int64_t)kmla_i_rows_per_group(shape) * shape->heads;
+    int32_t tile = shape->tile ? shape->tile : kmla_i_choose_tile(vectors);
+    if (plan->reader == KMLA_READER_PORTABLE) {
+        int32_t limit = plan->device.shared_bytes;
+        while (!shape->tile && tile > 8 &&
+               kmla_i_reader_shared_bytes(shape->kv_format, tile) > limit) {
+            tile /= 2;
+        }
+        plan->shared_bytes = kmla_i_reader_shared_bytes(shape->kv_format, tile);
+        if (plan->shared_bytes > limit) {
+            return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
+                               "device.shared_bytes is %d; a block of tile %d needs %d", (int)limit,
+                               (int)tile, (int)plan->shared_bytes);
+        }
+        plan->threads = KMLA_I_READER_THREADS;
+    }
+    plan->tile = tile;
+    plan->tiles_per_request = (int32_t)kmla_i_ceil_div(vectors, tile);
+    return KMLA_OK;
+}
+
+// ---- The split planner's cost model of the portable reader. The figures are estimates, to be
+// replaced by measured figures.
+
+#define KMLA_I_COST_BLOCK_US 3.0         // launch, queries, first loads, last stores of a wave
+#define KMLA_I_COST_CHUNK_TILE32_US 1.5  // a chunk of a block of tile 32, alone on its SM
+#define KMLA_I_COST_CHUNK_ALONE_US 0.6   // of tile 8 or 16, alone on its SM
+#define KMLA_I_COST_CHUNK_SHARED_US 0.9  // of tile 8 or 16, two blocks on an SM
+#define KMLA_I_COST_MERGE_US 2.5         // launch of the merge
+#define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
+#define KMLA_I_BLOCK_RESERVED_BYTES 1024 // shared memory that CUDA keeps of every block
+
+// Blocks that an SM holds at once: two where the reader is compiled for that (its registers
+// allow it up to tile 16, but not with BF16 KV) and shared memory has room.
+static int32_t kmla_i_blocks_per_sm(const kmla_plan* plan) {
+    int compiled_for_two = plan->tile <= 16 && plan->shape.kv_format != KMLA_KV_BF16;
+    int32_t block_bytes = plan->shared_bytes + KMLA_I_BLOCK_RESERVED_BYTES;
+    int32_t room = plan->device.shared_bytes_sm; // 0 = not known
+    return compiled_for_two && (room == 0 || room / block_bytes >= 2) ? 2 : 1;
+}
+
+static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
+    return (int64_t)plan->tiles_per_request * plan->groups * splits;
+}
+
+static int64_t kmla_i_waves(const kmla_plan* plan, int32_t splits) {
+    int64_t at_once = (int64_t)plan->device.multiprocessors * kmla_i_blocks_per_sm(plan);
+    return kmla_i_ceil_div(kmla_i_reader_blocks(plan, splits), at_once);
+}
+
+static double kmla_i_chunk_us(const kmla_plan* plan, int32_t splits) {
+    if (plan->tile > 16) {
+        return KMLA_I_COST_CHUNK_TILE32_US;
+    }
+    int alone = kmla_i_blocks_per_sm(plan) == 1 ||
+                kmla_i_reader_blocks(plan, splits) <= plan->device.multiprocessors;
+    return alone ? KMLA_I_COST_CHUNK_ALONE_US : KMLA_I_COST_CHUNK_SHARED_US;
+}
+
+static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
+    int64_t chunks = kmla_i_ceil_div(plan->chunks, splits);
+    double block_us = KMLA_I_COST_BLOCK_US + (double)chunks * kmla_i_chunk_us(plan, splits);
+    return (double)kmla_i_waves(plan, splits) * block_us;
+}
+
+static double kmla_i_merge_us(const kmla_plan* plan, int32_t splits) {
+    if (splits == 1) {
+        return 0.0;
+    }
+    double vectors = (double)plan->shape.rows * plan->shape.heads;
+    double vector_bytes = KMLA_LATENT_DIMS * kmla_i_element_bytes(plan->shape.partial_type);
+    double traffic_bytes = 2.0 * splits * vectors * vector_bytes;
+    return KMLA_I_COST_MERGE_US + traffic_bytes / KMLA_I_COST_BYTES_PER_US;
+}
+
+static double kmla_i_decode_us(const kmla_plan* plan, int32_t splits) {
+    return kmla_i_reader_us(plan, splits) + kmla_i_merge_us(plan, splits);
+}
+
+// The count of splits with the least estimated time; the smaller one of equals.
+static int32_t kmla_i_choose_splits(const kmla_plan* plan) {
+    int32_t most = (int32_t)kmla_i_min(plan->chunks, KMLA_MAX_SPLITS);
+    int32_t best = 1;
+    for (int32_t splits = 2; splits <= most; ++splits) {
+        if (kmla_i_decode_us(plan, splits) < kmla_i_decode_us(plan, best)) {
+            best = splits;
+        }
+    }
+    return best;
+}
+
+static void kmla_i_write_reason(kmla_plan* plan) {
+    char timing[96] = "host reader";
+    if (plan->reader == KMLA_READER_PORTABLE) {
+        long long tenths_us = (long long)(kmla_i_decode_us(plan, plan->splits) * 10.0 + 0.5);
+        long long waves = (long long)kmla_i_waves(plan, plan->splits);
+        snprintf(timing, sizeof timing, "%lld blocks on %d SMs in %lld wave%s, est. %lld.%d us",
+                 (long long)kmla_i_reader_blocks(plan, plan->splits),
+                 (int)plan->device.multiprocessors, waves, waves == 1 ? "" : "s", tenths_us / 10,
+                 (int)(tenths_us % 10));
+    }
+    snprintf(plan->reason, sizeof plan->reason,
+             "tile %d (%s): %lld vectors are %d tiles, x %d; splits %d (%s): %s", (int)plan->tile,
+             plan->shape.tile ? "caller" : "planner",
+             (long long)kmla_i_rows_per_group(&plan->shape) * plan->shape.heads,
+             (int)plan->tiles_per_request, (int)plan->groups, (int)plan->splits,
+             plan->shape.splits ? "caller" : "planner", timing);
+}
+
+KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device* device,
+                                      kmla_plan* plan, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("shape", shape, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("plan", plan, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_plan made; // the caller's plan is written only when all is well
+    memset(&made, 0, sizeof made);
+    made.version = KMLA_VERSION;
+    made.shape = kmla_i_full_shape(shape);
+    status = kmla_i_check_shape(&made.shape, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    made.reader = kmla_i_no_device(device) ? KMLA_READER_HOST : KMLA_READER_PORTABLE;
+    if (made.reader == KMLA_READER_PORTABLE) {
+        made.device = *device;
+        status = kmla_i_check_device(&made.device, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_plan_tile(&made, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    made.groups = made.shape.slot_list ? made.shape.rows : made.shape.requests;
+    made.chunks = (int32_t)kmla_i_ceil_div(made.shape.capacity_tokens, KMLA_CHUNK_TOKENS);
+    if (made.shape.splits) {
+        made.splits = made.shape.splits;
+        made.splits_chosen_by = KMLA_CHOSEN_BY_CALLER;
+    } else {
+        made.splits = made.reader == KMLA_READER_HOST ? 1 : kmla_i_choose_splits(&made);
+        made.splits_chosen_by = KMLA_CHOSEN_BY_PLANNER;
+    }
+    made.chunks_per_split = (int32_t)kmla_i_ceil_div(made.chunks, made.splits);
+    made.launches = made.reader == KMLA_READER_HOST ? 0 : made.splits > 1 ? 2 : 1;
+    status = kmla_workspace_bytes(made.shape.rows, made.shape.heads, made.splits,
+                                  made.shape.partial_type, &made.workspace_bytes, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_i_write_reason(&made);
+    made.shape.tile = made.tile;
+    made.shape.splits = made.splits;
+    *plan = made;
+    return KMLA_OK;
+}
+
+#ifndef KIMI_MLA_NO_GPU
+KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan) {
+    return plan ? plan->reader * 10000 + plan->shape.kv_format * 1000 + plan->tile : 0;
+}
+#endif
+
+// =============================================================================
+// >>arguments   Implementation: what checks of arguments are made of
+// =============================================================================
+
+#define KMLA_I_RECORD_ALIGNMENT 16        // of records, payloads and their strides, in bytes
+#define KMLA_I_MAX_EXTENT (INT64_MAX / 4) // bytes: so that sums of a few extents do not overflow
+
+typedef struct kmla_i_address {
+    const char* name;
+    uint64_t value, alignment;
+    int32_t required; // else 0 is fine
+} kmla_i_address;
+
+static kmla_status kmla_i_check_addresses(const kmla_i_address* addresses, int32_t count,
+                                          kmla_error* error) {
+    for (int32_t i = 0; i < count; ++i) {
+        const kmla_i_address* a = &addresses[i];
+        if (a->required && a->value == 0) {
+            return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is 0", a->name);
+        }
+        if (a->value % a->alignment != 0) {
+            return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is 0x%llx, no multiple of %llu",
+                               a->name, (unsigned long long)a->value,
+                               (unsigned long long)a->alignment);
+        }
+    }
+    return KMLA_OK;
+}
+
+// A stride with its default filled in. List a dimension after those inside it: defaults are
+// made of the inner strides, so a wrong one is found before what was computed from it.
+typedef struct kmla_i_stride {
+    const char* name;
+    int64_t value, count;     // of how many elements apart, how many times
+    int64_t unit_bytes;       // of one element
+    int64_t alignment;        // in bytes
+} kmla_i_stride;
+
+static kmla_status kmla_i_check_strides(const kmla_i_stride* strides, int32_t count,
+                                        kmla_error* error) {
+    for (int32_t i = 0; i < count; ++i) {
+        const kmla_i_stride* s = &strides[i];
+        if (s->value < 1) {
+            return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is %lld; it is to be positive",
+                               s->name, (long long)s->value);
+        }
+        int64_t bytes = kmla_i_multiply(s->value, s->unit_bytes);
+        if (kmla_i_multiply(bytes, s->count) > KMLA_I_MAX_EXTENT) {
+            return kmla_i_fail(error, KMLA_ERROR_OVERFLOW, "%s is %lld; %lld times it is too far",
+                               s->name, (long long)s->value, (long long)s->count);
+        }
+        if (bytes % s->alignment != 0) {
+            return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                               "%s is %lld, that is %lld bytes, no multiple of %lld", s->name,
+                               (long long)s->value, (long long)bytes, (long long)s->alignment);
+        }
+    }
+    return KMLA_OK;
+}
+
+// What an output has of two dimensions, `inner` elements each, is to lie apart. Either dimension
+// may be the outer one. Both strides are checked already.
+static kmla_status kmla_i_check_apart(const kmla_i_stride* a, const kmla_i_stride* b, int64_t inner,
+                                      kmla_error* error) {
+    int a_inside_b = a->value >= inner && b->value >= (a->count - 1) * a->value + inner;
+    int b_inside_a = b->value >= inner && a->value >= (b->count - 1) * b->value + inner;
+    if (a_inside_b || b_inside_a) {
+        return KMLA_OK;
+    }
+    return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                       "%s is %lld (%lld times) and %s is %lld (%lld times): outputs of %lld "
+                       "would overlap",
+                       a->name, (long long)a->value, (long long)a->count, b->name,
+                       (long long)b->value, (long long)b->count, (long long)inner);
+}
+
+static kmla_status kmla_i_check_scale(const char* name, float value, kmla_error* error) {
+    if (value > 0.0f && value <= FLT_MAX) {
+        return KMLA_OK;
+    }
+    return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is %g; finite and positive is allowed", name,
+                       (double)value);
+}
+
+// The KV pool of the reader and of the writer. page_pitch_bytes has its default filled in.
+static kmla_status kmla_i_check_pool(uint64_t kv, uint64_t kv_pages, uint64_t page_pitch_bytes,
+                                     int32_t page_tokens, int32_t kv_format, kmla_error* error) {
+    uint64_t least = (uint64_t)page_tokens * kmla_kv_record_bytes(kv_format);
+    if (kv_pages == 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "args.kv_pages is 0; 1 is the least");
+    }
+    if (page_pitch_bytes < least || page_pitch_bytes % KMLA_I_RECORD_ALIGNMENT != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "args.page_pitch_bytes is %llu; multiples of %d from %llu on are fine",
+                           (unsigned long long)page_pitch_bytes, KMLA_I_RECORD_ALIGNMENT,
+                           (unsigned long long)least);
+    }
+    if (kv_pages > (uint64_t)KMLA_I_MAX_EXTENT / page_pitch_bytes ||
+        kv > UINT64_MAX - kv_pages * page_pitch_bytes) {
+        return kmla_i_fail(error, KMLA_ERROR_OVERFLOW,
+                           "args.kv_pages is %llu; so many pages of args.page_pitch_bytes, %llu, "
+                           "do not fit 64 bits",
+                           (unsigned long long)kv_pages, (unsigned long long)page_pitch_bytes);
+    }
+    return KMLA_OK;
+}
+
+// An output [rows][heads][512] and its optional lse [rows][heads]: the decode's and the combine's.
+typedef struct kmla_i_output {
+    uint64_t out, lse;
+    int64_t rows, row_stride, lse_row_stride;
+    int64_t heads, head_stride, lse_head_stride;
+    int32_t out_type;
+} kmla_i_output;
+
+static kmla_status kmla_i_check_output(const kmla_i_output* o, kmla_error* error) {
+    const kmla_i_limit limit = {"args.out_type", o->out_type, 0, KMLA_FP32};
+    const kmla_i_address addresses[] = {
+        {"args.out", o->out, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.lse", o->lse, 4, 0},
+    };
+    int32_t unit = kmla_i_element_bytes(o->out_type);
+    const kmla_i_stride strides[] = {
+        {"args.out_head_stride", o->head_stride, o->heads, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.out_row_stride", o->row_stride, o->rows, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.lse_head_stride", o->lse_head_stride, o->heads, 4, 4},
+        {"args.lse_row_stride", o->lse_row_stride, o->rows, 4, 4},
+    };
+    kmla_status status = kmla_i_check_limits(&limit, 1, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_apart(&strides[0], &strides[1], KMLA_LATENT_DIMS, error);
+    }
+    if (status == KMLA_OK && o->lse) {
+        status = kmla_i_check_apart(&strides[2], &strides[3], 1, error);
+    }
+    return status;
+}
+
+// =============================================================================
+// >>arguments   Implementation: decode
+// =============================================================================
+
+static kmla_status kmla_i_check_whole_plan(const kmla_plan* plan, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("plan", plan, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (plan->version != KMLA_VERSION) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "plan.version is %d, this header's is %d; make it by kmla_plan_decode",
+                           (int)plan->version, KMLA_VERSION);
+    }
+    const kmla_i_limit limits[] = {
+        {"plan.reader", plan->reader, 0, KMLA_READER_PORTABLE},
+        {"plan.tile", plan->tile, 8, 32},
+        {"plan.tiles_per_request", plan->tiles_per_request, 1, INT32_MAX},
+        {"plan.groups", plan->groups, 1, KMLA_MAX_ROWS},
+        {"plan.splits", plan->splits, 1, KMLA_MAX_SPLITS},
+        {"plan.chunks_per_split", plan->chunks_per_split, 1, INT32_MAX},
+    };
+    status = kmla_i_check_shape(&plan->shape, error);
+    return status != KMLA_OK ? status
+                             : kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+}
+
+// The arguments with every default filled in. Safe before the arguments are checked.
+static kmla_decode kmla_i_dense_decode(const kmla_plan* plan, const kmla_decode* args) {
+    const kmla_shape* shape = &plan->shape;
+    kmla_decode d = *args;
+    int64_t query_bytes = (int64_t)kmla_query_record_bytes(shape->query_format);
+    uint64_t page_bytes = (uint64_t)shape->page_tokens * kmla_kv_record_bytes(shape->kv_format);
+    d.query_head_stride_bytes = kmla_i_default(d.query_head_stride_bytes, query_bytes);
+    d.query_row_stride_bytes = kmla_i_default(
+        d.query_row_stride_bytes, kmla_i_multiply(shape->heads, d.query_head_stride_bytes));
+    d.page_pitch_bytes = d.page_pitch_bytes ? d.page_pitch_bytes : page_bytes;
+    d.block_table_stride = kmla_i_default(d.block_table_stride, d.block_table_width);
+    d.slot_list_stride = kmla_i_default(d.slot_list_stride, d.slot_list_width);
+    d.out_head_stride = kmla_i_default(d.out_head_stride, KMLA_LATENT_DIMS);
+    d.out_row_stride =
+        kmla_i_default(d.out_row_stride, kmla_i_multiply(shape->heads, d.out_head_stride));
+    d.lse_head_stride = kmla_i_default(d.lse_head_stride, 1);
+    d.lse_row_stride =
+        kmla_i_default(d.lse_row_stride, kmla_i_multiply(shape->heads, d.lse_head_stride));
+    return d;
+}
+
+// Block table or slot list, and row offsets. `d` has its defaults filled in.
+static kmla_status kmla_i_check_tables(const kmla_shape* shape, const kmla_decode* d,
+                                       kmla_error* error) {
+    if (shape->slot_list ? d->block_table : d->slot_list) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "args.%s is given; shape.slot_list is %d",
+                           shape->slot_list ? "block_table" : "slot_list", (int)shape->slot_list);
+    }
+    if (d->row_offsets && !shape->ragged) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "args.row_offsets is given, but shape.ragged is 0");
+    }
+    const kmla_i_address addresses[] = {
+        {"args.block_table", d->block_table, 4, !shape->slot_list},
+        {"args.slot_list", d->slot_list, 4, shape->slot_list},
+        {"args.row_offsets", d->row_offsets, 4, shape->ragged},
+        {"args.lengths", d->lengths, 4, 1},
+    };
+    kmla_status status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    int64_t pages = kmla_i_ceil_div(shape->capacity_tokens, shape->page_tokens);
+    const kmla_i_limit block_width = {"args.block_table_width", d->block_table_width, pages,
+                                      KMLA_I_MAX_EXTENT};
+    const kmla_i_limit slot_width = {"args.slot_list_width", d->slot_list_width,
+                                     shape->capacity_tokens, KMLA_I_MAX_EXTENT};
+    const kmla_i_stride block_stride = {"args.block_table_stride", d->block_table_stride,
+                                        shape->requests, 4, 4};
+    const kmla_i_stride slot_stride = {"args.slot_list_stride", d->slot_list_stride, shape->rows, 4,
+                                       4};
+    status = kmla_i_check_limits(shape->slot_list ? &slot_width : &block_width, 1, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(shape->slot_list ? &slot_stride : &block_stride, 1, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    // The numbers in a table are int32, so no table can name more pages or slots than this.
+    uint64_t per_page = shape->slot_list ? (uint64_t)shape->page_tokens : 1;
+    uint64_t most_pages = ((uint64_t)1 << 31) / per_page;
+    if (d->kv_pages > most_pages) {
+        return kmla_i_fail(error, KMLA_ERROR_OVERFLOW,
+                           "args.kv_pages is %llu; an int32 table can name %llu",
+                           (unsigned long long)d->kv_pages, (unsigned long long)most_pages);
+    }
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_check_workspace(const kmla_plan* plan, const kmla_decode* args,
+                                          kmla_error* error) {
+    uint64_t need = 0;
+    kmla_status status = kmla_workspace_bytes(plan->shape.rows, plan->shape.heads, plan->splits,
+                                              plan->shape.partial_type, &need, error);
+    if (status != KMLA_OK || need == 0) {
+        return status;
+    }
+    if (args->workspace == 0 || args->workspace_bytes < need) {
+        return kmla_i_fail(error, KMLA_ERROR_WORKSPACE,
+                           "args.workspace is 0x%llx and args.workspace_bytes is %llu; %d splits "
+                           "need %llu bytes",
+                           (unsigned long long)args->workspace,
+                           (unsigned long long)args->workspace_bytes, (int)plan->splits,
+                           (unsigned long long)need);
+    }
+    const kmla_i_address address = {"args.workspace", args->workspace, KMLA_I_RECORD_ALIGNMENT, 1};
+    return kmla_i_check_addresses(&address, 1, error);
+}
+
+KMLA_API kmla_status kmla_check_decode(const kmla_plan* plan, const kmla_decode* args,
+                                       kmla_error* error) {
+    kmla_status status = kmla_i_check_whole_plan(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("args", args, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_shape* shape = &plan->shape;
+    kmla_decode d = kmla_i_dense_decode(plan, args);
+    const kmla_i_limit limits[] = {
+        {"args.check_pages", d.check_pages, 0, 1},
+        {"args.lse_unused_", d.lse_unused_, 0, 0},
+    };
+    const kmla_i_address addresses[] = {
+        {"args.query", d.query, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.kv", d.kv, KMLA_I_RECORD_ALIGNMENT, 1},
+    };
+    const kmla_i_stride strides[] = {
+        {"args.query_head_stride_bytes", d.query_head_stride_bytes, shape->heads, 1,
+         KMLA_I_RECORD_ALIGNMENT},
+        {"args.query_row_stride_bytes", d.query_row_stride_bytes, shape->rows, 1,
+         KMLA_I_RECORD_ALIGNMENT},
+    };
+    const kmla_i_output output = {d.out,             d.lse,             shape->rows,
+                                  d.out_row_stride,  d.lse_row_stride,  shape->heads,
+                                  d.out_head_stride, d.lse_head_stride, d.out_type};
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_scale("args.scale", d.scale, error);
+    }
+    if (status == KMLA_OK && shape->query_format == KMLA_QUERY_E4M3) {
+        status = kmla_i_check_scale("args.query_scale", d.query_scale, error);
+    }
+    if (status == KMLA_OK && shape->kv_format == KMLA_KV_E4M3) {
+        status = kmla_i_check_scale("args.kv_scale", d.kv_scale, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pool(d.kv, d.kv_pages, d.page_pitch_bytes, shape->page_tokens,
+                                   shape->kv_format, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_tables(shape, &d, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_output(&output, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_workspace(plan, &d, error);
+    }
+    return status;
+}
+
+// =============================================================================
+// >>arguments   Implementation: combine and writers
+// =============================================================================
+
+static kmla_combine kmla_i_dense_combine(const kmla_combine* args) {
+    kmla_combine c = *args;
+    c.part_head_stride = kmla_i_default(c.part_head_stride, KMLA_LATENT_DIMS);
+    c.part_row_stride =
+        kmla_i_default(c.part_row_stride, kmla_i_multiply(c.heads, c.part_head_stride));
+    c.part_out_stride =
+        kmla_i_default(c.part_out_stride, kmla_i_multiply(c.rows, c.part_row_stride));
+    c.part_lse_head_stride = kmla_i_default(c.part_lse_head_stride, 1);
+    c.part_lse_row_stride =
+        kmla_i_default(c.part_lse_row_stride, kmla_i_multiply(c.heads, c.part_lse_head_stride));
+    c.part_lse_stride =
+        kmla_i_default(c.part_lse_stride, kmla_i_multiply(c.rows, c.part_lse_row_stride));
+    c.out_head_stride = kmla_i_default(c.out_head_stride, KMLA_LATENT_DIMS);
+    c.out_row_stride =
+        kmla_i_default(c.out_row_stride, kmla_i_multiply(c.heads, c.out_head_stride));
+    c.lse_head_stride = kmla_i_default(c.lse_head_stride, 1);
+    c.lse_row_stride =
+        kmla_i_default(c.lse_row_stride, kmla_i_multiply(c.heads, c.lse_head_stride));
+    return c;
+}
+
+KMLA_API kmla_status kmla_check_combine(const kmla_combine* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("args", args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_combine c = kmla_i_dense_combine(args);
+    const kmla_i_limit limits[] = {
+        {"args.parts", c.parts, 1, KMLA_MAX_SPLITS},
+        {"args.rows", c.rows, 1, KMLA_MAX_ROWS},
+        {"args.heads", c.heads, 1, KMLA_MAX_HEADS},
+        {"args.part_type", c.part_type, 0, KMLA_FP32},
+        {"args.unused_", c.unused_, 0, 0},
+    };
+    const kmla_i_address addresses[] = {
+        {"args.part_out", c.part_out, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.part_lse", c.part_lse, 4, 1},
+    };
+    int32_t unit = kmla_i_element_bytes(c.part_type);
+    const kmla_i_stride strides[] = {
+        {"args.part_head_stride", c.part_head_stride, c.heads, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.part_row_stride", c.part_row_stride, c.rows, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.part_out_stride", c.part_out_stride, c.parts, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.part_lse_head_stride", c.part_lse_head_stride, c.heads, 4, 4},
+        {"args.part_lse_row_stride", c.part_lse_row_stride, c.rows, 4, 4},
+        {"args.part_lse_stride", c.part_lse_stride, c.parts, 4, 4},
+    };
+    const kmla_i_output output = {c.out,             c.lse,             c.rows,
+                                  c.out_row_stride,  c.lse_row_stride,  c.heads,
+                                  c.out_head_stride, c.lse_head_stride, c.out_type};
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
+    }
+    return status != KMLA_OK ? status : kmla_i_check_output(&output, error);
+}
+
+static kmla_kv_write kmla_i_dense_kv_write(const kmla_kv_write* args) {
+    kmla_kv_write w = *args;
+    w.page_tokens = (int32_t)kmla_i_default(w.page_tokens, 64);
+    w.latent_stride = kmla_i_default(w.latent_stride, KMLA_LATENT_DIMS);
+    w.rope_stride = kmla_i_default(w.rope_stride, KMLA_ROPE_DIMS);
+    if (w.page_pitch_bytes == 0) {
+        w.page_pitch_bytes = (uint64_t)w.page_tokens * kmla_kv_record_bytes(w.kv_format);
+    }
+    return w;
+}
+
+KMLA_API kmla_status kmla_check_kv_write(const kmla_kv_write* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("args", args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_kv_write w = kmla_i_dense_kv_write(args);
+    const kmla_i_limit limits[] = {
+        {"args.tokens", w.tokens, 1, INT32_MAX},
+        {"args.kv_format", w.kv_format, 0, KMLA_KV_BF16},
+        {"args.source_type", w.source_type, 0, KMLA_FP32},
+        {"args.scale_rule", w.scale_rule, 0, KMLA_SCALE_POWER_OF_TWO},
+        {"args.page_tokens", w.page_tokens, 1, INT32_MAX},
+    };
+    const kmla_i_address addresses[] = {
+        {"args.latent", w.latent, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.rope", w.rope, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.slots", w.slots, 8, 1},
+        {"args.kv", w.kv, KMLA_I_RECORD_ALIGNMENT, 1},
+    };
+    int32_t unit = kmla_i_element_bytes(w.source_type);
+    const kmla_i_stride strides[] = {
+        {"args.latent_stride", w.latent_stride, w.tokens, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.rope_stride", w.rope_stride, w.tokens, unit, KMLA_I_RECORD_ALIGNMENT},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK && w.kv_format == KMLA_KV_E4M3) {
+        status = kmla_i_check_scale("args.kv_scale", w.kv_scale, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
+    }
+    return status != KMLA_OK ? status
+                             : kmla_i_check_pool(w.kv, w.kv_pages, w.page_pitch_bytes,
+                                                 w.page_tokens, w.kv_format, error);
+}
+
+static kmla_query_write kmla_i_dense_query_write(const kmla_query_write* args) {
+    kmla_query_write w = *args;
+    int64_t record_bytes = (int64_t)kmla_query_record_bytes(w.query_format);
+    w.source_head_stride = kmla_i_default(w.source_head_stride, KMLA_QUERY_DIMS);
+    w.source_row_stride =
+        kmla_i_default(w.source_row_stride, kmla_i_multiply(w.heads, w.source_head_stride));
+    w.query_head_stride_bytes = kmla_i_default(w.query_head_stride_bytes, record_bytes);
+    w.query_row_stride_bytes = kmla_i_default(
+        w.query_row_stride_bytes, kmla_i_multiply(w.heads, w.query_head_stride_bytes));
+    return w;
+}
+
+KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("args", args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_query_write w = kmla_i_dense_query_write(args);
+    const kmla_i_limit limits[] = {
+        {"args.rows", w.rows, 1, KMLA_MAX_ROWS},
+        {"args.heads", w.heads, 1, KMLA_MAX_HEADS},
+        {"args.query_format", w.query_format, 0, KMLA_QUERY_E4M3},
+        {"args.source_type", w.source_type, 0, KMLA_FP32},
+        {"args.unused_", w.unused_, 0, 0},
+    };
+    const kmla_i_address addresses[] = {
+        {"args.source", w.source, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.query", w.query, KMLA_I_RECORD_ALIGNMENT, 1},
+    };
+    int32_t unit = kmla_i_element_bytes(w.source_type);
+    const kmla_i_stride strides[] = {
+        {"args.source_head_stride", w.source_head_stride, w.heads, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.source_row_stride", w.source_row_stride, w.rows, unit, KMLA_I_RECORD_ALIGNMENT},
+        {"args.query_head_stride_bytes", w.query_head_stride_bytes, w.heads, 1,
+         KMLA_I_RECORD_ALIGNMENT},
+        {"args.query_row_stride_bytes", w.query_row_stride_bytes, w.rows, 1,
+         KMLA_I_RECORD_ALIGNMENT},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status == KMLA_OK && w.query_format == KMLA_QUERY_E4M3) {
+        status = kmla_i_check_scale("args.query_scale", w.query_scale, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
+    }
+    int64_t record_bytes = (int64_t)kmla_query_record_bytes(w.query_format);
+    return status != KMLA_OK ? status
+                             : kmla_i_check_apart(&strides[2], &strides[3], record_bytes, error);
+}
+
+// =============================================================================
+// >>arguments   Implementation: tables, in the checking mode
+// =============================================================================
+
+// Rows of a request, and where they begin. `row_offsets` is NULL for uniform rows.
+static int32_t kmla_i_request_rows(const kmla_shape* shape, const int32_t* row_offsets,
+                                   int32_t request, int32_t* first_row) {
+    if (!shape->ragged) {
+        *first_row = request * shape->rows_per_request;
+        return shape->rows_per_request;
+    }
+    *first_row = row_offsets[request];
+    return row_offsets[request + 1] - row_offsets[request];
+}
+
+// Tokens [begin, end) that a row sees, clamped to the capacity; a row's own length is clamped
+// before the window is taken. `row` counts within its request's `rows`; `length` is what the
+// length rule calls for.
+static void kmla_i_visible_range(const kmla_shape* shape, int64_t length, int32_t rows,
+                                 int32_t row, int64_t* begin, int64_t* end) {
+    if (shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW) {
+        length = kmla_i_min(length, shape->capacity_tokens);
+    }
+    kmla_i_row_range(&shape->lengths, length, rows, row, begin, end);
+    *end = kmla_i_min(*end, shape->capacity_tokens);
+    *begin = kmla_i_min(*begin, *end);
+}
+
+static kmla_status kmla_i_check_row_offsets(const kmla_shape* shape, const int32_t* row_offsets,
+                                            kmla_error* error) {
+    const kmla_i_limit first = {"row_offsets[0]", row_offsets[0], 0, 0};
+    kmla_status status = kmla_i_check_limits(&first, 1, error);
+    for (int32_t i = 0; status == KMLA_OK && i < shape->requests; ++i) {
+        int64_t step = (int64_t)row_offsets[i + 1] - row_offsets[i];
+        if (step < 0 || step > shape->rows_per_request || row_offsets[i + 1] > shape->rows) {
+            status = kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                                 "row_offsets[%d] is %d after %d; a request has 0..%d rows and "
+                                 "all have %d",
+                                 (int)i + 1, (int)row_offsets[i + 1], (int)row_offsets[i],
+                                 (int)shape->rows_per_request, (int)shape->rows);
+        }
+    }
+    return status;
+}
+
+// Every page that tokens [begin, end) lie in, by the block table's row of their request.
+static kmla_status kmla_i_check_row_pages(const kmla_shape* shape, const kmla_decode* d,
+                                          const int32_t* pages, int32_t row, int64_t begin,
+                                          int64_t end, kmla_error* error) {
+    int64_t size = shape->page_tokens;
+    for (int64_t token = begin; token < end; token = (token / size + 1) * size) {
+        int32_t page = pages[token / size];
+        if (page < 0 || (uint64_t)page >= d->kv_pages) {
+            return kmla_i_fail(error, KMLA_ERROR_PAGE,
+                               "row %d, token %lld: page %d is outside the pool of %llu pages",
+                               (int)row, (long long)token, (int)page,
+                               (unsigned long long)d->kv_pages);
+        }
+    }
+    return KMLA_OK;
+}
+
+// Every slot of tokens [begin, end), by the row's own slot list. -1 is no token.
+static kmla_status kmla_i_check_row_slots(const kmla_shape* shape, const kmla_decode* d,
+                                          const int32_t* slots, int32_t row, int64_t begin,
+                                          int64_t end, kmla_error* error) {
+    uint64_t pool_slots = d->kv_pages * (uint64_t)shape->page_tokens;
+    for (int64_t token = begin; token < end; ++token) {
+        int32_t slot = slots[token];
+        if (slot < -1 || (slot >= 0 && (uint64_t)slot >= pool_slots)) {
+            return kmla_i_fail(error, KMLA_ERROR_PAGE,
+                               "row %d, token %lld: slot %d is outside the pool of %llu slots",
+                               (int)row, (long long)token, (int)slot,
+                               (unsigned long long)pool_slots);
+        }
+    }
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_check_pages(const kmla_plan* plan, const kmla_decode* args,
+                                      const int32_t* table, const int32_t* lengths,
+                                      const int32_t* row_offsets, kmla_error* error) {
+    kmla_status status = kmla_check_decode(plan, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("table", table, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("lengths", lengths, error);
+    }
+    if (status == KMLA_OK && plan->shape.ragged) {
+        status = kmla_i_check_pointer("row_offsets", row_offsets, error);
+        if (status == KMLA_OK) {
+            status = kmla_i_check_row_offsets(&plan->shape, row_offsets, error);
+        }
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_shape* shape = &plan->shape;
+    kmla_decode d = kmla_i_dense_decode(plan, args);
+    for (int32_t request = 0; request < shape->requests && status == KMLA_OK; ++request) {
+        int32_t first_row;
+        int32_t rows = kmla_i_request_rows(shape, row_offsets, request, &first_row);
+        for (int32_t i = 0; i < rows && status == KMLA_OK; ++i) {
+            int32_t row = first_row + i;
+            int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
+            int64_t begin, end;
+            kmla_i_visible_range(shape, lengths[per_row ? row : request], rows, i, &begin, &end);
+            status = shape->slot_list
+                         ? kmla_i_check_row_slots(shape, &d, table + row * d.slot_list_stride, row,
+                                                  begin, end, error)
+                         : kmla_i_check_row_pages(shape, &d,
+                                                  table + request * d.block_table_stride, row,
+                                                  begin, end, error);
+        }
+    }
+    return status;
+}
+// =============================================================================
+// >>host   Host reader, merge, combine and writers
+// =============================================================================
+
+#define KMLA_I_HOST_VECTORS 8 // of a task: they share each decoded record, and take 52 KiB of stack
+#define KMLA_I_HOST_LANES 16  // running sums of one score
+#define KMLA_I_HOST_MOST_TASKS 0x7fffffff
+
+// The byte at an address and offset, both 64 bits wide.
+static uint8_t* kmla_i_at(uint64_t address, int64_t offset_bytes) {
+    return (uint8_t*)(uintptr_t)(address + (uint64_t)offset_bytes);
+}
+
+static float kmla_i_load_bf16(const uint8_t* from, int64_t index) {
+    uint16_t bits;
+    memcpy(&bits, from + index * 2, sizeof(bits));
+    return kmla_bf16_to_float(bits);
+}
+
+static float kmla_i_load_fp32(const uint8_t* from, int64_t index) {
+    float value;
+    memcpy(&value, from + index * 4, sizeof(value));
+    return value;
+}
+
+// Elements of a plain array as fp32.
+static void kmla_i_load_array(const uint8_t* from, int32_t type, int32_t count, float* values) {
+    for (int32_t i = 0; i < count; i++) {
+        values[i] = type == KMLA_FP32 ? kmla_i_load_fp32(from, i) : kmla_i_load_bf16(from, i);
+    }
+}
+
+static void kmla_i_store_array(const float* values, int32_t type, int32_t count, uint8_t* to) {
+    for (int32_t i = 0; i < count; i++) {
+        if (type == KMLA_FP32) {
+            memcpy(to + i * 4, &values[i], 4);
+        } else {
+            const uint16_t bits = kmla_float_to_bf16(values[i]);
+            memcpy(to + i * 2, &bits, 2);
+        }
+    }
+}
+
+// -----------------------------------------------------------------------------
+// Writers. Byte for byte the device's: divisions, products and comparisons only, each rounded
+// once, so that no compiler's contraction can change a bit.
+// -----------------------------------------------------------------------------
+
+// The largest magnitude of a group. NaN elements do not count (their codes are NaN whatever the
+// scale); an infinite one counts as FLT_MAX, so that scales are finite and it saturates.
+static float kmla_i_group_maximum(const float* values) {
+    float maximum = 0.0f;
+    for (int32_t i = 0; i < KMLA_GROUP_DIMS; i++) {
+        const float magnitude = fabsf(values[i]);
+        maximum = magnitude > maximum ? magnitude : maximum;
+    }
+    return maximum > FLT_MAX ? FLT_MAX : maximum;
+}
+
+// The least power of two that is not below a positive normal number, by its bits.
+static float kmla_i_power_of_two_up(float value) {
+    const uint32_t bits = kmla_i_bits(value);
+    const uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);
+    return kmla_i_float(exponent << 23);
+}
+
+// 1 / a power of two whose inverse is normal too: the exponent mirrored around 1.0's.
+static float kmla_i_power_of_two_inverse(float power) {
+    return kmla_i_float((254u << 23) - kmla_i_bits(power));
+}
+
+static float kmla_i_kv_scale(float maximum, int32_t scale_rule) {
+    const float exact = maximum / 448.0f;
+    const float scale = exact > FLT_MIN ? exact : FLT_MIN;
+    return scale_rule == KMLA_SCALE_POWER_OF_TWO ? kmla_i_power_of_two_up(scale) : scale;
+}
+
+// A finite maximum gives 2^-22 .. 2^120: the scale and its inverse are always normal.
+static float kmla_i_query_scale(float maximum) {
+    const float floored = maximum > 1e-4f ? maximum : 1e-4f;
+    return kmla_i_power_of_two_up(floored * (1.0f / 448.0f));
+}
+
+static void kmla_i_encode_quotients(const float* values, float divisor, int32_t count,
+                                    uint8_t* codes) {
+    for (int32_t i = 0; i < count; i++) {
+        codes[i] = kmla_float_to_e4m3(values[i] / divisor);
+    }
+}
+
+// One 128-dim group by the KV rule. Returns its scale.
+static float kmla_i_encode_kv_group(const float* values, int32_t scale_rule, uint8_t* codes) {
+    const float scale = kmla_i_kv_scale(kmla_i_group_maximum(values), scale_rule);
+    kmla_i_encode_quotients(values, scale, KMLA_GROUP_DIMS, codes);
+    return scale;
+}
+
+// One 128-dim group by the query rule. Returns its scale.
+static float kmla_i_encode_query_group(const float* values, uint8_t* codes) {
+    const float scale = kmla_i_query_scale(kmla_i_group_maximum(values));
+    const float inverse = kmla_i_power_of_two_inverse(scale);
+    for (int32_t i = 0; i < KMLA_GROUP_DIMS; i++) {
+        codes[i] = kmla_float_to_e4m3(values[i] * inverse);
+    }
+    return scale;
+}
+
+// BF16 sources are copied bit by bit, NaN payloads included; fp32 is rounded.
+static void kmla_i_write_bf16(const uint8_t* from, int32_t type, int32_t count, uint8_t* to) {
+    if (type == KMLA_BF16) {
+        memcpy(to, from, (size_t)count * 2);
+        return;
+    }
+    for (int32_t i = 0; i < count; i++) {
+        const uint16_t bits = kmla_float_to_bf16(kmla_i_load_fp32(from, i));
+        memcpy(to + i * 2, &bits, 2);
+    }
+}
+
+// The scale rule of a packed query, beside KMLA_SCALE_* for KV.
+#define KMLA_I_SCALE_QUERY 2
+
+// One packed record of a latent and a rope source.
+static void kmla_i_write_packed(const uint8_t* latent, const uint8_t* rope, int32_t type,
+                                int32_t scale_rule, uint8_t* record) {
+    for (int32_t first = 0; first < KMLA_LATENT_DIMS; first += KMLA_GROUP_DIMS) {
+        float values[KMLA_GROUP_DIMS];
+        kmla_i_load_array(latent + first * kmla_i_element_bytes(type), type, KMLA_GROUP_DIMS,
+                          values);
+        const float scale = scale_rule == KMLA_I_SCALE_QUERY
+                                ? kmla_i_encode_query_group(values, record + first)
+                                : kmla_i_encode_kv_group(values, scale_rule, record + first);
+        memcpy(record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, &scale, 4);
+    }
+    kmla_i_write_bf16(rope, type, KMLA_ROPE_DIMS, record + KMLA_PACKED_ROPE_OFFSET);
+}
+
+// One E4M3 record: codes of the values divided by the tensor's scale.
+static void kmla_i_write_e4m3(const uint8_t* latent, const uint8_t* rope, int32_t type,
+                              float tensor_scale, uint8_t* record) {
+    float values[KMLA_QUERY_DIMS];
+    kmla_i_load_array(latent, type, KMLA_LATENT_DIMS, values);
+    kmla_i_load_array(rope, type, KMLA_ROPE_DIMS, values + KMLA_LATENT_DIMS);
+    kmla_i_encode_quotients(values, tensor_scale, KMLA_QUERY_DIMS, record);
+}
+
+KMLA_API kmla_status kmla_host_write_kv(const kmla_kv_write* args, kmla_error* error) {
+    const kmla_status status = kmla_check_kv_write(args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_kv_write write = kmla_i_dense_kv_write(args);
+    const int64_t type_bytes = kmla_i_element_bytes(write.source_type);
+    const int64_t record_bytes = (int64_t)kmla_kv_record_bytes(write.kv_format);
+    for (int64_t token = 0; token < write.tokens; token++) {
+        int64_t slot;
+        memcpy(&slot, kmla_i_at(write.slots, token * 8), sizeof(slot));
+        if (slot < 0 || (uint64_t)(slot / write.page_tokens) >= write.kv_pages) {
+            continue;
+        }
+        uint8_t* record = kmla_i_at(write.kv, slot / write.page_tokens *
+                                                  (int64_t)write.page_pitch_bytes +
+                                              slot % write.page_tokens * record_bytes);
+        const uint8_t* latent =
+            kmla_i_at(write.latent, token * write.latent_stride * type_bytes);
+        const uint8_t* rope = kmla_i_at(write.rope, token * write.rope_stride * type_bytes);
+        if (write.kv_format == KMLA_KV_PACKED) {
+            kmla_i_write_packed(latent, rope, write.source_type, write.scale_rule, record);
+        } else if (write.kv_format == KMLA_KV_E4M3) {
+            kmla_i_write_e4m3(latent, rope, write.source_type, write.kv_scale, record);
+        } else {
+            kmla_i_write_bf16(latent, write.source_type, KMLA_LATENT_DIMS, record);
+            kmla_i_write_bf16(rope, write.source_type, KMLA_ROPE_DIMS,
+                              record + KMLA_LATENT_DIMS * 2);
+        }
+    }
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_host_write_query(const kmla_query_write* args, kmla_error* error) {
+    const kmla_status status = kmla_check_query_write(args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_query_write write = kmla_i_dense_query_write(args);
+    const int64_t type_bytes = kmla_i_element_bytes(write.source_type);
+    for (int64_t row = 0; row < write.rows; row++) {
+        for (int64_t head = 0; head < write.heads; head++) {
+            const uint8_t* source =
+                kmla_i_at(write.source, (row * write.source_row_stride +
+                                         head * write.source_head_stride) * type_bytes);
+            const uint8_t* rope = source + KMLA_LATENT_DIMS * type_bytes;
+            uint8_t* record = kmla_i_at(write.query, row * write.query_row_stride_bytes +
+                                                         head * write.query_head_stride_bytes);
+            if (write.query_format == KMLA_QUERY_PACKED) {
+                kmla_i_write_packed(source, rope, write.source_type, KMLA_I_SCALE_QUERY, record);
+            } else if (write.query_format == KMLA_QUERY_E4M3) {
+                kmla_i_write_e4m3(source, rope, write.source_type, write.query_scale, record);
+            } else {
+                kmla_i_write_bf16(source, write.source_type, KMLA_QUERY_DIMS, record);
+            }
+        }
+    }
+    return KMLA_OK;
+}
+
+// -----------------------------------------------------------------------------
+// Merge of splits and combine of ranks: the same sums, two rules for odd log-sum-exps.
+// -----------------------------------------------------------------------------
+
+// In the workspace, not a value but a note: this split saw all that the row sees and has written
+// the output itself, so that it is not rounded to a partial. No sum of scores has this lse.
+#define KMLA_I_LSE_DONE INFINITY
+
+enum { KMLA_I_RULE_MERGE = 0, KMLA_I_RULE_COMBINE = 1 };
+
+// The log-sum-exp of one part. NaN and infinities count as empty in a combine; in a merge NaN
+// stays, as one split came upon NaN and the row's answer is NaN.
+static float kmla_i_part_lse(const kmla_combine* parts, int32_t part, int64_t row, int64_t head,
+                             int32_t rule) {
+    const int64_t index = part * parts->part_lse_stride + row * parts->part_lse_row_stride +
+                          head * parts->part_lse_head_stride;
+    const float lse = kmla_i_load_fp32(kmla_i_at(parts->part_lse, 0), index);
+    const int finite = lse >= -FLT_MAX && lse <= FLT_MAX;
+    return rule == KMLA_I_RULE_COMBINE && !finite ? -INFINITY : lse;
+}
+
+static void kmla_i_store_result(const kmla_combine* parts, int64_t row, int64_t head,
+                                const float* out, float lse) {
+    const int64_t at = row * parts->out_row_stride + head * parts->out_head_stride;
+    kmla_i_store_array(out, parts->out_type, KMLA_LATENT_DIMS,
+                       kmla_i_at(parts->out, at * kmla_i_element_bytes(parts->out_type)));
+    if (parts->lse != 0) {
+        const int64_t index = row * parts->lse_row_stride + head * parts->lse_head_stride;
+        memcpy(kmla_i_at(parts->lse, index * 4), &lse, 4);
+    }
+}
+
+// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read.
+static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t head,
+                               int32_t rule) {
+    float maximum = -INFINITY;
+    for (int32_t part = 0; part < parts->parts; part++) {
+        const float lse = kmla_i_part_lse(parts, part, row, head, rule);
+        if (lse == KMLA_I_LSE_DONE) {
+            return;
+        }
+        maximum = lse > maximum ? lse : maximum;
+    }
+    float out[KMLA_LATENT_DIMS] = {0};
+    float total = 0.0f;
+    for (int32_t part = 0; part < parts->parts; part++) {
+        const float lse = kmla_i_part_lse(parts, part, row, head, rule);
+        const float weight = lse == -INFINITY ? 0.0f : expf(lse - maximum);
+        if (weight == 0.0f) {
+            continue;
+        }
+        const int64_t at = part * parts->part_out_stride + row * parts->part_row_stride +
+                           head * parts->part_head_stride;
+        float payload[KMLA_LATENT_DIMS];
+        kmla_i_load_array(
+            kmla_i_at(parts->part_out, at * kmla_i_element_bytes(parts->part_type)),
+            parts->part_type, KMLA_LATENT_DIMS, payload);
+        total += weight;
+        for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+            out[d] += weight * payload[d];
+        }
+    }
+    if (total == 0.0f) {
+        kmla_i_store_result(parts, row, head, out, -INFINITY);
+        return;
+    }
+    for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+        out[d] /= total;
+    }
+    kmla_i_store_result(parts, row, head, out, maximum + logf(total));
+}
+
+KMLA_API kmla_status kmla_host_combine(const kmla_combine* args, kmla_error* error) {
+    const kmla_status status = kmla_check_combine(args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const kmla_combine parts = kmla_i_dense_combine(args);
+    for (int64_t row = 0; row < parts.rows; row++) {
+        for (int64_t head = 0; head < parts.heads; head++) {
+            kmla_i_weigh_parts(&parts, row, head, KMLA_I_RULE_COMBINE);
+        }
+    }
+    return KMLA_OK;
+}
+
+// -----------------------------------------------------------------------------
+// Reader
+// -----------------------------------------------------------------------------
+
+// A decode while it runs: the same for every task, which only read it.
+typedef struct kmla_i_host_job {
+    const kmla_plan* plan;
+    kmla_decode args;   // strides filled in
+    kmla_combine parts; // the workspace as parts, and the outputs
+    uint64_t items;     // pieces of work
+    uint64_t tasks;     // tasks that share them: task i takes items i, i + tasks, ...
+    float e4m3[256];    // the value of every code
+} kmla_i_host_job;
+
+// Softmax over some tokens, unnormalised: all is relative to the largest score among them.
+typedef struct kmla_i_host_sums {
+    float maximum;                  // of the scores
+    float total;                    // sum of exp(score - maximum)
+    float latent[KMLA_LATENT_DIMS]; // sum of exp(score - maximum) * latent
+} kmla_i_host_sums;
+
+// One query vector on its way through the tokens of a split.
+typedef struct kmla_i_host_vector {
+    int64_t row;
+    int64_t head;
+    int64_t table;          // its row of the block table or slot list
+    int64_t begin;          // the split's part of the tokens that it sees
+    int64_t end;
+    int32_t sees_all;       // that part is all of them
+    float query[KMLA_QUERY_DIMS];
+    kmla_i_host_sums all;   // of the chunks so far
+    kmla_i_host_sums chunk; // of the one that is being read
+} kmla_i_host_vector;
+
+// Where a row stands in its request.
+typedef struct kmla_i_host_place {
+    int32_t request; // -1: the row is past the last request
+    int32_t index;   // among the request's rows
+    int32_t rows;    // of the request
+} kmla_i_host_place;
+
+static kmla_i_host_place kmla_i_place_row(const kmla_i_host_job* job, int64_t row) {
+    const kmla_shape* shape = &job->plan->shape;
+    kmla_i_host_place place;
+    if (!shape->ragged) {
+        place.request = (int32_t)(row / shape->rows_per_request);
+        place.index = (int32_t)(row % shape->rows_per_request);
+        place.rows = shape->rows_per_request;
+        return place;
+    }
+    const int32_t* offsets = (const int32_t*)kmla_i_at(job->args.row_offsets, 0);
+    int32_t low = 0; // the last request that begins at or before the row
+    int32_t high = shape->requests;
+    while (high - low > 1) {
+        const int32_t middle = low + (high - low) / 2;
+        if (offsets[middle] <= row) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    const int live = offsets[low] <= row && row < offsets[low + 1];
+    place.request = live ? low : -1;
+    place.index = live ? (int32_t)(row - offsets[low]) : 0;
+    place.rows = live ? offsets[low + 1] - offsets[low] : 0;
+    return place;
+}
+
+// The local tokens [begin, end) that a row sees, clamped to the capacity. A row's own length is
+// clamped before the window is taken from it, so that the window moves along.
+static void kmla_i_row_tokens(const kmla_i_host_job* job, int64_t row, kmla_i_host_place place,
+                              int64_t* begin, int64_t* end) {
+    const kmla_shape* shape = &job->plan->shape;
+    const int32_t* lengths = (const int32_t*)kmla_i_at(job->args.lengths, 0);
+    *begin = 0;
+    *end = 0;
+    if (place.request < 0) {
+        return;
+    }
+    const int64_t length = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_REQUEST
+                               ? lengths[place.request]
+                               : kmla_i_min(lengths[row], shape->capacity_tokens);
+    kmla_i_visible_range(shape, length, place.rows, place.index, begin, end);
+}
+
+// The record of a row's token, NULL if the table says that there is none.
+static const uint8_t* kmla_i_find_record(const kmla_i_host_job* job, int64_t table,
+                                         int64_t token) {
+    const kmla_shape* shape = &job->plan->shape;
+    const kmla_decode* args = &job->args;
+    int64_t page;
+    int64_t offset;
+    if (shape->slot_list) {
+        const int32_t* slots = (const int32_t*)kmla_i_at(args->slot_list, 0);
+        const int32_t slot = slots[table * args->slot_list_stride + token];
+        page = slot < 0 ? -1 : slot / shape->page_tokens;
+        offset = slot % shape->page_tokens;
+    } else {
+        const int32_t* pages = (const int32_t*)kmla_i_at(args->block_table, 0);
+        page = pages[table * args->block_table_stride + token / shape->page_tokens];
+        offset = token % shape->page_tokens;
+    }
+    if (page < 0) {
+        return NULL;
+    }
+    return kmla_i_at(args->kv, page * (int64_t)args->page_pitch_bytes +
+                                   offset * (int64_t)kmla_kv_record_bytes(shape->kv_format));
+}
+
+// The 576 values of a record. `kv_format` names the layout, which queries share.
+static void kmla_i_load_record(const kmla_i_host_job* job, int32_t kv_format, float tensor_scale,
+                               const uint8_t* record, float* values) {
+    if (kv_format == KMLA_KV_BF16) {
+        kmla_i_load_array(record, KMLA_BF16, KMLA_QUERY_DIMS, values);
+        return;
+    }
+    if (kv_format == KMLA_KV_E4M3) {
+        for (int32_t d = 0; d < KMLA_QUERY_DIMS; d++) {
+            values[d] = job->e4m3[record[d]] * tensor_scale;
+        }
+        return;
+    }
+    for (int32_t first = 0; first < KMLA_LATENT_DIMS; first += KMLA_GROUP_DIMS) {
+        const float scale =
+            kmla_i_load_fp32(record + KMLA_PACKED_SCALE_OFFSET, first / KMLA_GROUP_DIMS);
+        for (int32_t d = first; d < first + KMLA_GROUP_DIMS; d++) {
+            values[d] = job->e4m3[record[d]] * scale;
+        }
+    }
+    kmla_i_load_array(record + KMLA_PACKED_ROPE_OFFSET, KMLA_BF16, KMLA_ROPE_DIMS,
+                      values + KMLA_LATENT_DIMS);
+}
+
+// The query of a row and head; in e4m3 mode what the packed query writer would have stored.
+static void kmla_i_load_query(const kmla_i_host_job* job, int64_t row, int64_t head,
+                              float* query) {
+    const kmla_shape* shape = &job->plan->shape;
+    const uint8_t* record =
+        kmla_i_at(job->args.query, row * job->args.query_row_stride_bytes +
+                                       head * job->args.query_head_stride_bytes);
+    const int32_t layout = shape->query_format == KMLA_QUERY_PACKED ? KMLA_KV_PACKED
+                           : shape->query_format == KMLA_QUERY_E4M3 ? KMLA_KV_E4M3
+                                                                    : KMLA_KV_BF16;
+    uint8_t packed[KMLA_PACKED_BYTES];
+    if (layout == KMLA_KV_BF16 && shape->mode == KMLA_MODE_E4M3_QUERY) {
+        kmla_i_write_packed(record, record + KMLA_LATENT_DIMS * 2, KMLA_BF16, KMLA_I_SCALE_QUERY,
+                            packed);
+        kmla_i_load_record(job, KMLA_KV_PACKED, 1.0f, packed, query);
+    } else {
+        kmla_i_load_record(job, layout, job->args.query_scale, record, query);
+    }
+}
+
+// A dot product of 576: 16 sums of the dims equal modulo 16, each ascending, then added in
+// halves (i and i + 8, i and i + 4, ...). Independent sums are what compilers can vectorise.
+static float kmla_i_dot(const float* a, const float* b) {
+    float lanes[KMLA_I_HOST_LANES] = {0};
+    for (int32_t d = 0; d < KMLA_QUERY_DIMS; d += KMLA_I_HOST_LANES) {
+        for (int32_t lane = 0; lane < KMLA_I_HOST_LANES; lane++) {
+            lanes[lane] += a[d + lane] * b[d + lane];
+        }
+    }
+    for (int32_t half = KMLA_I_HOST_LANES / 2; half > 0; half /= 2) {
+        for (int32_t lane = 0; lane < half; lane++) {
+            lanes[lane] += lanes[lane + half];
+        }
+    }
+    return lanes[0];
+}
+
+static void kmla_i_clear_sums(kmla_i_host_sums* sums) {
+    sums->maximum = -INFINITY;
+    sums->total = 0.0f;
+    memset(sums->latent, 0, sizeof(sums->latent));
+}
+
+// Makes sums relative to a score that is above their maximum.
+static void kmla_i_raise_maximum(kmla_i_host_sums* sums, float maximum) {
+    const float rescale = expf(sums->maximum - maximum); // 0 if there was none
+    sums->maximum = maximum;
+    sums->total *= rescale;
+    for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+        sums->latent[d] *= rescale;
+    }
+}
+
+static void kmla_i_see_token(kmla_i_host_sums* sums, float score, const float* token) {
+    if (score > sums->maximum) {
+        kmla_i_raise_maximum(sums, score);
+    }
+    // A NaN score gives weight NaN, and so a NaN total and output. Score -inf has weight 0.
+    const float weight = score == -INFINITY ? 0.0f : expf(score - sums->maximum);
+    if (weight == 0.0f) {
+        return;
+    }
+    sums->total += weight;
+    for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+        sums->latent[d] += weight * token[d];
+    }
+}
+
+// Moves a chunk's sums to all's. Adding chunks, not tokens, to the long sums keeps a million
+// small weights from being rounded against a total that is far above them.
+static void kmla_i_end_chunk(kmla_i_host_vector* vector) {
+    kmla_i_host_sums* all = &vector->all;
+    kmla_i_host_sums* chunk = &vector->chunk;
+    if (chunk->total == 0.0f) {
+        return;
+    }
+    if (chunk->maximum > all->maximum) {
+        kmla_i_raise_maximum(all, chunk->maximum);
+    }
+    const float weight = expf(chunk->maximum - all->maximum);
+    all->total += weight * chunk->total;
+    for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+        all->latent[d] += weight * chunk->latent[d];
+    }
+    kmla_i_clear_sums(chunk);
+}
+
+static void kmla_i_begin_vector(const kmla_i_host_job* job, int64_t index, int32_t split,
+                                kmla_i_host_vector* vector) {
+    const kmla_plan* plan = job->plan;
+    const kmla_shape* shape = &plan->shape;
+    vector->row = index / shape->heads;
+    vector->head = index % shape->heads;
+    const kmla_i_host_place place = kmla_i_place_row(job, vector->row);
+    vector->table = shape->slot_list ? vector->row : place.request;
+    int64_t begin;
+    int64_t end;
+    kmla_i_row_tokens(job, vector->row, place, &begin, &end);
+    vector->begin = begin;
+    vector->end = end;
+    if (plan->splits > 1) {
+        kmla_split_range(shape->split_mode, plan->splits, split, shape->capacity_tokens,
+                         shape->single_split_chunks, begin, end, &vector->begin, &vector->end,
+                         NULL);
+    }
+    const int reads = vector->begin < vector->end;
+    vector->sees_all =
+        plan->splits == 1 || (reads && vector->begin <= begin && vector->end >= end);
+    kmla_i_clear_sums(&vector->all);
+    kmla_i_clear_sums(&vector->chunk);
+    if (reads) {
+        kmla_i_load_query(job, vector->row, vector->head, vector->query);
+    }
+}
+
+// Writes the output if the split saw all, else its partial. An empty one has no payload.
+static void kmla_i_end_vector(const kmla_i_host_job* job, int32_t split,
+                              kmla_i_host_vector* vector) {
+    const kmla_combine* parts = &job->parts;
+    kmla_i_host_sums* all = &vector->all;
+    const int empty = all->total == 0.0f;
+    float lse = -INFINITY;
+    if (!empty) {
+        lse = all->maximum + logf(all->total);
+        for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
+            all->latent[d] /= all->total;
+        }
+    }
+    if (vector->sees_all) {
+        kmla_i_store_result(parts, vector->row, vector->head, all->latent, lse);
+        lse = KMLA_I_LSE_DONE;
+    } else if (!empty) {
+        const int64_t at = split * parts->part_out_stride +
+                           vector->row * parts->part_row_stride +
+                           vector->head * parts->part_head_stride;
+        kmla_i_store_array(all->latent, parts->part_type, KMLA_LATENT_DIMS,
+                           kmla_i_at(parts->part_out, at * kmla_i_element_bytes(parts->part_type)));
+    }
+    if (parts->parts > 1) {
+        const int64_t index = split * parts->part_lse_stride +
+                              vector->row * parts->part_lse_row_stride +
+                              vector->head * parts->part_lse_head_stride;
+        memcpy(kmla_i_at(parts->part_lse, index * 4), &lse, 4);
+    }
+}
+
+// Takes vectors of one table row through their tokens. A record is decoded once for all of them.
+static void kmla_i_read_tokens(const kmla_i_host_job* job, kmla_i_host_vector* vectors,
+                               int32_t count) {
+    int64_t first = INT64_MAX;
+    int64_t last = 0;
+    for (int32_t i = 0; i < count; i++) {
+        if (vectors[i].begin < vectors[i].end) {
+            first = vectors[i].begin < first ? vectors[i].begin : first;
+            last = vectors[i].end > last ? vectors[i].end : last;
+        }
+    }
+    for (int64_t token = first; token < last; token++) {
+        float values[KMLA_QUERY_DIMS];
+        int decoded = 0; // a token that no vector sees may have no valid table entry
+        for (int32_t i = 0; i < count; i++) {
+            if (token < vectors[i].begin || token >= vectors[i].end) {
+                continue;
+            }
+            if (!decoded) {
+                const uint8_t* record = kmla_i_find_record(job, vectors[i].table, token);
+                if (record == NULL) {
+                    break;
+                }
+                kmla_i_load_record(job, job->plan->shape.kv_format, job->args.kv_scale, record,
+                                   values);
+                decoded = 1;
+            }
+            const float score = job->args.scale * kmla_i_dot(vectors[i].query, values);
+            kmla_i_see_token(&vectors[i].chunk, score, values);
+        }
+        if ((token + 1) % KMLA_CHUNK_TOKENS == 0 || token + 1 == last) {
+            for (int32_t i = 0; i < count; i++) {
+                kmla_i_end_chunk(&vectors[i]);
+            }
+        }
+    }
+}
+
+// One item: one split of up to KMLA_I_HOST_VECTORS vectors, of one or more table rows.
+static void kmla_i_read_item(const kmla_i_host_job* job, uint64_t item) {
+    const int32_t splits = job->plan->splits;
+    const int32_t split = (int32_t)(item % (uint64_t)splits);
+    const int64_t first = (int64_t)(item / (uint64_t)splits) * KMLA_I_HOST_VECTORS;
+    const int64_t all = (int64_t)job->plan->shape.rows * job->plan->shape.heads;
+    const int32_t count = (int32_t)kmla_i_min(all - first, KMLA_I_HOST_VECTORS);
+    kmla_i_host_vector vectors[KMLA_I_HOST_VECTORS];
+    for (int32_t i = 0; i < count; i++) {
+        kmla_i_begin_vector(job, first + i, split, &vectors[i]);
+    }
+    for (int32_t begin = 0, end = 0; begin < count; begin = end) {
+        while (end < count && vectors[end].table == vectors[begin].table) {
+            end++;
+        }
+        kmla_i_read_tokens(job, vectors + begin, end - begin);
+    }
+    for (int32_t i = 0; i < count; i++) {
+        kmla_i_end_vector(job, split, &vectors[i]);
+    }
+}
+
+static void kmla_i_read_task(void* data, uint32_t index) {
+    const kmla_i_host_job* job = (const kmla_i_host_job*)data;
+    for (uint64_t item = index; item < job->items; item += job->tasks) {
+        kmla_i_read_item(job, item);
+    }
+}
+
+static void kmla_i_merge_task(void* data, uint32_t index) {
+    const kmla_i_host_job* job = (const kmla_i_host_job*)data;
+    const uint64_t heads = (uint64_t)job->plan->shape.heads;
+    for (uint64_t item = index; item < job->items; item += job->tasks) {
+        kmla_i_weigh_parts(&job->parts, (int64_t)(item / heads), (int64_t)(item % heads),
+                           KMLA_I_RULE_MERGE);
+    }
+}
+
+static void kmla_i_run_items(kmla_i_host_job* job, uint64_t items, kmla_task task,
+                             const kmla_parallel* parallel) {
+    job->items = items;
+    job->tasks = items < KMLA_I_HOST_MOST_TASKS ? items : KMLA_I_HOST_MOST_TASKS;
+    if (parallel != NULL && parallel->run != NULL) {
+        parallel->run(parallel->user, (uint32_t)job->tasks, task, job);
+        return;
+    }
+    for (uint32_t index = 0; index < job->tasks; index++) {
+        task(job, index);
+    }
+}
+
+// The workspace as the merge reads it: dense payloads [S][R][H][512], then lse [S][R][H].
+static kmla_combine kmla_i_split_parts(const kmla_plan* plan, const kmla_decode* args) {
+    const kmla_shape* shape = &plan->shape;
+    const int64_t vectors = (int64_t)shape->rows * shape->heads;
+    kmla_combine parts;
+    memset(&parts, 0, sizeof(parts));
+    parts.parts = plan->splits;
+    parts.rows = shape->rows;
+    parts.heads = shape->heads;
+    parts.part_type = shape->partial_type;
+    parts.part_out = args->workspace;
+    parts.part_out_stride = vectors * KMLA_LATENT_DIMS;
+    parts.part_row_stride = (int64_t)shape->heads * KMLA_LATENT_DIMS;
+    parts.part_head_stride = KMLA_LATENT_DIMS;
+    parts.part_lse = args->workspace + (uint64_t)(plan->splits * parts.part_out_stride *
+                                                  kmla_i_element_bytes(parts.part_type));
+    parts.part_lse_stride = vectors;
+    parts.part_lse_row_stride = shape->heads;
+    parts.part_lse_head_stride = 1;
+    parts.out = args->out;
+    parts.out_row_stride = args->out_row_stride;
+    parts.out_head_stride = args->out_head_stride;
+    parts.out_type = args->out_type;
+    parts.lse = args->lse;
+    parts.lse_row_stride = args->lse_row_stride;
+    parts.lse_head_stride = args->lse_head_stride;
+    return parts;
+}
+
+KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* args,
+                                      const kmla_parallel* parallel, kmla_error* error) {
+    kmla_status status = kmla_check_decode(plan, args, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (args->check_pages) {
+        const uint64_t table = plan->shape.slot_list ? args->slot_list : args->block_table;
+        status = kmla_check_pages(plan, args, (const int32_t*)kmla_i_at(table, 0),
+                                  (const int32_t*)kmla_i_at(args->lengths, 0),
+                                  (const int32_t*)kmla_i_at(args->row_offsets, 0), error);
+        if (status != KMLA_OK) {
+            return status;
+        }
+    }
+    kmla_i_host_job job;
+    job.plan = plan;
+    job.args = kmla_i_dense_decode(plan, args);
+    job.parts = kmla_i_split_parts(plan, &job.args);
+    for (int32_t code = 0; code < 256; code++) {
+        job.e4m3[code] = kmla_e4m3_to_float((uint8_t)code);
+    }
+    const uint64_t vectors = (uint64_t)plan->shape.rows * (uint64_t)plan->shape.heads;
+    const uint64_t blocks = (vectors + KMLA_I_HOST_VECTORS - 1) / KMLA_I_HOST_VECTORS;
+    kmla_i_run_items(&job, blocks * (uint64_t)plan->splits, kmla_i_read_task, parallel);
+    if (plan->splits > 1) {
+        kmla_i_run_items(&job, vectors, kmla_i_merge_task, parallel);
+    }
+    return KMLA_OK;
+}
+#ifndef KIMI_MLA_NO_GPU
+
+#define KMLA_I_STR_(...) #__VA_ARGS__
+#define KMLA_I_STR(...) KMLA_I_STR_(__VA_ARGS__)
+#define KMLA_I_FACT(name) "#define " #name " " KMLA_I_STR(name) "\n"
+
+#define KMLA_I_KERNEL_ARGS                                                                        \
+    struct kmla_i_reader_args {                                                                   \
+        uint64_t query, kv, table, row_offsets, lengths;                                          \
+        uint64_t out, lse, part_out, part_lse; /* part_*: only if splits > 1 */                   \
+        int64_t query_row_stride, query_head_stride; /* bytes */                                  \
+        uint64_t page_pitch;                         /* bytes */                                  \
+        int64_t table_stride;                        /* entries */                                \
+        int64_t out_row_stride, out_head_stride, lse_row_stride, lse_head_stride; /* elements */  \
+        int32_t groups, rows, rows_per_group, heads; /* a group shares its KV: request or row */  \
+        int32_t page_tokens, page_shift; /* log2 of page_tokens, -1 if that is no power of 2 */   \
+        int32_t capacity, splits, chunks_per_split, single_split_chunks;                          \
+        int32_t balanced, ragged, slot_list, query_format, e4m3_query, partial_type, out_type;    \
+        int32_t per_request, draft, window, dcp_ranks, dcp_rank, dcp_interleave;                  \
+        float score_scale; /* softmax scale * log2(e) * kv_scale * query_scale */                 \
+        float kv_scale;    /* E4M3 KV, else 1 */                                                  \
+    };                                                                                            \
+    struct kmla_i_combine_args { /* the merge's too: parts are splits, strides are dense */       \
+        uint64_t part_out, part_lse, out, lse;                                                    \
+        int64_t part_out_stride, part_row_stride, part_head_stride;                               \
+        int64_t part_lse_stride, part_lse_row_stride, part_lse_head_stride;                       \
+        int64_t out_row_stride, out_head_stride, lse_row_stride, lse_head_stride;                 \
+        int32_t parts, rows, heads, part_type, out_type;                                          \
+    };                                                                                            \
+    struct kmla_i_kv_write_args {                                                                 \
+        uint64_t latent, rope, slots, kv, kv_slots, page_pitch;                                   \
+        int64_t latent_stride, rope_stride; /* elements */                                        \
+        int32_t tokens, kv_format, source_type, power_of_two, page_tokens;                        \
+        float kv_scale;                                                                           \
+    };                                                                                            \
+    struct kmla_i_query_write_args {                                                              \
+        uint64_t source, query;                                                                   \
+        int64_t source_row_stride, source_head_stride; /* elements */                             \
+        int64_t query_row_stride, query_head_stride;   /* bytes */                                \
+        int32_t rows, heads, query_format, source_type;                                           \
+        float query_scale;                                                                        \
+    };
+
+KMLA_I_KERNEL_ARGS
+
+// The facts as text, then the structs: the first lines of the device source.
+#define KMLA_I_FACTS                                                                              \
+    KMLA_I_FACT(KMLA_LATENT_DIMS)                                                                 \
+    KMLA_I_FACT(KMLA_ROPE_DIMS)                                                                   \
+    KMLA_I_FACT(KMLA_QUERY_DIMS)                                                                  \
+    KMLA_I_FACT(KMLA_GROUP_DIMS)                                                                  \
+    KMLA_I_FACT(KMLA_CHUNK_TOKENS)                                                                \
+    KMLA_I_FACT(KMLA_PACKED_BYTES)                                                                \
+    KMLA_I_FACT(KMLA_PACKED_SCALE_OFFSET)                                                         \
+    KMLA_I_FACT(KMLA_PACKED_ROPE_OFFSET)                                                          \
+    KMLA_I_FACT(KMLA_E4M3_BYTES)                                                                  \
+    KMLA_I_FACT(KMLA_BF16_BYTES)                                                                  \
+    KMLA_I_FACT(KMLA_KV_PACKED)                                                                   \
+    KMLA_I_FACT(KMLA_KV_E4M3)                                                                     \
+    KMLA_I_FACT(KMLA_KV_BF16)                                                                     \
+    KMLA_I_FACT(KMLA_QUERY_BF16)                                                                  \
+    KMLA_I_FACT(KMLA_QUERY_PACKED)                                                                \
+    KMLA_I_FACT(KMLA_QUERY_E4M3)                                                                  \
+    KMLA_I_FACT(KMLA_BF16)                                                                        \
+    KMLA_I_FACT(KMLA_FP32)                                                                        \
+    KMLA_I_FACT(KMLA_I_READER_THREADS)                                                            \
+    KMLA_I_FACT(KMLA_I_SUPPORT_THREADS)                                                           \
+    KMLA_I_FACT(KMLA_I_STEP_TOKENS)                                                               \
+    KMLA_I_FACT(KMLA_I_STAGES_PACKED)                                                             \
+    KMLA_I_FACT(KMLA_I_STAGES_E4M3)                                                               \
+    KMLA_I_FACT(KMLA_I_STAGES_BF16)                                                               \
+    KMLA_I_FACT(KMLA_I_PITCH_PACKED)                                                              \
+    KMLA_I_FACT(KMLA_I_PITCH_E4M3)                                                                \
+    KMLA_I_FACT(KMLA_I_PITCH_BF16)                                                                \
+    KMLA_I_FACT(KMLA_I_SCORE_PITCH)                                                               \
+    KMLA_I_FACT(KMLA_I_WEIGHT_PITCH)                                                              \
+    KMLA_I_FACT(KMLA_I_MISC_BYTES)                                                                \
+    KMLA_I_FACT(KMLA_I_REFERENCE_BELOW)                                                           \
+    KMLA_I_FACT(KMLA_I_REFERENCE_GROWTH)
+
+static const char kmla_i_device_facts[] = KMLA_I_FACTS;
+static const char kmla_i_device_structs[] = KMLA_I_STR(KMLA_I_KERNEL_ARGS) "\n";
+
+#endif // KIMI_MLA_NO_GPU
+
+// =============================================================================
+// GPU side: libraries, compile, prepare, launch
+// =============================================================================
+#ifndef KIMI_MLA_NO_GPU
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef KMLA_MALLOC
+#define KMLA_MALLOC(bytes) malloc(bytes)
+#define KMLA_FREE(pointer) free(pointer)
+#endif
+
+// -----------------------------------------------------------------------------
+// What this file needs of cuda.h, nvrtc.h and windows.h, declared here
+// -----------------------------------------------------------------------------
+
+#if defined(_WIN32)
+#define KMLA_I_CALL __stdcall
+#ifdef __cplusplus
+extern "C" {
+#endif
+struct HINSTANCE__; // what windows.h says, so that both may be included
+__declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
+#if defined(_WIN64)
+__declspec(dllimport) long long(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
+                                                                    const char* name))(void);
+#else
+__declspec(dllimport) int(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
+                                                              const char* name))(void);
+#endif
+#ifdef __cplusplus
+}
+#endif
+#else
+#define KMLA_I_CALL
+#include <dlfcn.h>
+#endif
+
+// Arguments of cuLaunchKernelEx.
+typedef struct kmla_i_launch_attribute {
+    int32_t id;
+    int32_t padding;
+    union {
+        int32_t value;
+        char bytes[64];
+    } value;
+} kmla_i_launch_attribute;
+
+typedef struct kmla_i_launch_config {
+    uint32_t grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    void* stream;
+    kmla_i_launch_attribute* attributes;
+    uint32_t attribute_count;
+} kmla_i_launch_config;
+
+// Constants of cuda.h and nvrtc.h.
+#define KMLA_I_DEVICE_MULTIPROCESSORS 16
+#define KMLA_I_DEVICE_COMPUTE_MAJOR 75
+#define KMLA_I_DEVICE_COMPUTE_MINOR 76
+#define KMLA_I_DEVICE_SHARED_BYTES_SM 81
+#define KMLA_I_DEVICE_SHARED_BYTES 97 // opt-in limit of a block
+#define KMLA_I_FUNCTION_REGISTERS 4
+#define KMLA_I_FUNCTION_DYNAMIC_SHARED 8
+#define KMLA_I_LAUNCH_PROGRAMMATIC 6 // programmatic stream serialization
+#define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
+#define KMLA_I_CAPTURE_IMPLICIT 906
+#define KMLA_I_NVRTC_BUILTINS_FAILED 7
+
+// X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
+#define KMLA_I_CUDA_FUNCTIONS(X)                                                                  \
+    X(int, init, "cuInit", 1, (unsigned int flags))                                               \
+    X(int, driver_version, "cuDriverGetVersion", 1, (int* version))                               \
+    X(int, error_name, "cuGetErrorName", 1, (int result, const char** name))                      \
+    X(int, error_string, "cuGetErrorString", 1, (int result, const char** string))                \
+    X(int, context_current, "cuCtxGetCurrent", 1, (void** context))                               \
+    X(int, context_device, "cuCtxGetDevice", 1, (int* device))                                    \
+    X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                               \
+    X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                \
+    X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                  \
+    X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))  \
+    X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                \
+    X(int, module_unload, "cuModuleUnload", 1, (void* module))                                    \
+    X(int, module_function, "cuModuleGetFunction", 1,                                             \
+      (void** function, void* module, const char* name))                                          \
+    X(int, function_attribute, "cuFuncGetAttribute", 1,                                           \
+      (int* value, int attribute, void* function))                                                \
+    X(int, function_set, "cuFuncSetAttribute", 1, (void* function, int attribute, int value))     \
+    X(int, function_load, "cuFuncLoad", 0, (void* function))                                      \
+    X(int, launch, "cuLaunchKernel", 1,                                                           \
+      (void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,             \
+       unsigned int block_x, unsigned int block_y, unsigned int block_z,                          \
+       unsigned int shared_bytes, void* stream, void** parameters, void** extra))                 \
+    X(int, launch_with, "cuLaunchKernelEx", 0,                                                    \
+      (const kmla_i_launch_config* config, void* function, void** parameters, void** extra))      \
+    X(int, copy_to_host, "cuMemcpyDtoHAsync_v2", 1,                                               \
+      (void* host, uint64_t device, size_t bytes, void* stream))                                  \
+    X(int, stream_capturing, "cuStreamIsCapturing", 1, (void* stream, int* capturing))            \
+    X(int, stream_synchronize, "cuStreamSynchronize", 1, (void* stream))
+
+#define KMLA_I_NVRTC_FUNCTIONS(X)                                                                 \
+    X(int, version, "nvrtcVersion", 1, (int* major, int* minor))                                  \
+    X(const char*, error_string, "nvrtcGetErrorString", 1, (int result))                          \
+    X(int, architecture_count, "nvrtcGetNumSupportedArchs", 1, (int* count))                      \
+    X(int, architectures, "nvrtcGetSupportedArchs", 1, (int* architectures))                      \
+    X(int, create, "nvrtcCreateProgram", 1,                                                       \
+      (void** program, const char* source, const char* name, int header_count,                    \
+       const char* const* headers, const char* const* header_names))                              \
+    X(int, compile, "nvrtcCompileProgram", 1,                                                     \
+      (void* program, int option_count, const char* const* options))                              \
+    X(int, log_bytes, "nvrtcGetProgramLogSize", 1, (void* program, size_t* bytes))                \
+    X(int, log, "nvrtcGetProgramLog", 1, (void* program, char* log))                              \
+    X(int, cubin_bytes, "nvrtcGetCUBINSize", 1, (void* program, size_t* bytes))                   \
+    X(int, cubin, "nvrtcGetCUBIN", 1, (void* program, char* cubin))                               \
+    X(int, destroy, "nvrtcDestroyProgram", 1, (void** program))
+
+#define KMLA_I_FUNCTION_POINTER(result, field, symbol, needed, parameters)                        \
+    result(KMLA_I_CALL* field) parameters;
+typedef struct kmla_i_cuda {
+    KMLA_I_CUDA_FUNCTIONS(KMLA_I_FUNCTION_POINTER)
+} kmla_i_cuda;
+#undef KMLA_I_CALL
+#define KMLA_I_CALL // NVRTC has no calling convention of its own
+typedef struct kmla_i_nvrtc {
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_FUNCTION_POINTER)
+    int32_t release; // major * 1000 + minor * 10
+    char library[256];
+} kmla_i_nvrtc;
+#undef KMLA_I_FUNCTION_POINTER
+#undef KMLA_I_CALL
+
+// -----------------------------------------------------------------------------
+// The object
+// -----------------------------------------------------------------------------
+
+// The name of a kernel is that of its device function.
+typedef struct kmla_i_support {
+    void* module;
+    void* merge;
+    void* combine;
+    void* write_kv;
+    void* write_query;
+} kmla_i_support;
+
+typedef struct kmla_i_reader {
+    int32_t variant;
+    void* module;
+    void* function;
+} kmla_i_reader;
+
+#define KMLA_I_MAX_READERS 64 // there are 9 variants per reader
+
+struct kmla_gpu {
+    kmla_i_cuda cuda;
+    char cuda_library[256];
+    int32_t driver_version;
+    int32_t without_cuda;
+    int32_t without_nvrtc;
+    void* nvrtc_handle;
+    char* nvrtc_path; // lies behind the struct, in the same allocation
+    void* context;    // of the first prepare, else NULL
+    unsigned long long context_id;
+    kmla_device device; // of that context
+    kmla_i_support support;
+    kmla_i_reader readers[KMLA_I_MAX_READERS];
+    int32_t reader_count;
+};
+
+// A run of whole lines of a device file; tools/embed.c makes the table of them.
+typedef struct kmla_i_device_part {
+    const char* file;
+    int32_t first_line;
+    const char* text;
+} kmla_i_device_part;
+static size_t kmla_i_device_part_list(const kmla_i_device_part** parts);
+
+// -----------------------------------------------------------------------------
+// Text and errors
+// -----------------------------------------------------------------------------
+
+// Text in a fixed buffer: what does not fit is counted and left out. Always ends in 0.
+typedef struct kmla_i_text {
+    char* data;
+    size_t room;   // bytes of data, the final 0 included
+    size_t length; // of the whole text, without the final 0
+} kmla_i_text;
+
+static void kmla_i_text_add(kmla_i_text* text, const char* more) {
+    for (; *more; ++more, ++text->length) {
+        if (text->length + 1 < text->room) {
+            text->data[text->length] = *more;
+            text->data[text->length + 1] = 0;
+        }
+    }
+}
+
+// Both strings, one after the other; cut off where the room ends.
+static void kmla_i_text_join(char* to, size_t room, const char* first, const char* second) {
+    kmla_i_text text = {to, room, 0};
+    to[0] = 0;
+    kmla_i_text_add(&text, first);
+    kmla_i_text_add(&text, second);
+}
+
+// The first line of a log that speaks of an error, else its first line.
+static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
+    const char* start = strstr(log, "error");
+    size_t length;
+    if (!start) {
+        start = log;
+    }
+    while (start > log && start[-1] != '\n') {
+        --start;
+    }
+    length = strcspn(start, "\n");
+    if (length >= room) {
+        length = room - 1;
+    }
+    memcpy(line, start, length);
+    line[length] = 0;
+}
+
+static kmla_status kmla_i_fail_library(kmla_error* error, kmla_status status, const char* library,
+                                       const char* message) {
+    kmla_i_fail(error, status, "%s", message);
+    if (error) {
+        kmla_i_text_join(error->library, sizeof error->library, library, "");
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, const char* call,
+                                    int result) {
+    const char* name = NULL;
+    const char* string = NULL;
+    gpu->cuda.error_name(result, &name);
+    gpu->cuda.error_string(result, &string);
+    kmla_i_fail(error, KMLA_ERROR_CUDA, "%s failed: %s (%d): %s", call,
+                name ? name : "unknown error", result, string ? string : "no description");
+    if (error) {
+        error->cuda_result = result;
+        error->driver_version = gpu->driver_version;
+        kmla_i_text_join(error->library, sizeof error->library, gpu->cuda_library, "");
+    }
+    return KMLA_ERROR_CUDA;
+}
+
+static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                     kmla_status status, int result, const char* message) {
+    kmla_i_fail_library(error, status, nvrtc->library, message);
+    if (error) {
+        error->nvrtc_result = result;
+        error->nvrtc_version = nvrtc->release;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                          const char* call, int result) {
+    char message[256];
+    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
+             result);
+    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
+}
+
+// -----------------------------------------------------------------------------
+// Libraries
+// -----------------------------------------------------------------------------
+
+#if defined(_WIN32)
+#define KMLA_I_CUDA_NAME "nvcuda.dll"
+#define KMLA_I_NVRTC_NAMES {"nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL}
+
+static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
+
+static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
+    struct HINSTANCE__* handle = (struct HINSTANCE__*)library;
+    void (*symbol)(void) = (void (*)(void))GetProcAddress(handle, name);
+    memcpy(pointer, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+#else
+#define KMLA_I_CUDA_NAME "libcuda.so.1"
+#define KMLA_I_NVRTC_NAMES                                                                        \
+    { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so", NULL }
+
+static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
+
+static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
+    void* symbol = dlsym(library, name); // copied, as C knows no cast to a function pointer
+    memcpy(pointer, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+#endif
+
+// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
+#define KMLA_I_NVRTC_FOLDER_COUNT 3
+static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
+#if defined(_WIN32)
+    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
+    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
+    const char* root = getenv(variables[index]);
+#else
+    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
+    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
+    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
+#endif
+    folder[0] = 0;
+    if (root && root[0]) {
+        kmla_i_text_join(folder, room, root, below[index]);
+    }
+}
+
+// Opens a handle, else a path, else the names. Writes what it was opened by.
+static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
+    static const char* const names[] = KMLA_I_NVRTC_NAMES;
+    char message[sizeof error->message];
+    kmla_i_text text = {message, sizeof message, 0};
+    int folder, i;
+    void* library;
+    if (gpu->nvrtc_handle) {
+        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
+        return gpu->nvrtc_handle;
+    }
+    if (gpu->nvrtc_path) {
+        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
+        library = kmla_i_library_open(gpu->nvrtc_path);
+        if (!library) {
+            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
+        }
+        return library;
+    }
+    message[0] = 0;
+    kmla_i_text_add(&text, "NVRTC was not found; tried");
+    for (i = 0; names[i]; ++i) {
+        kmla_i_text_add(&text, i ? ", " : " ");
+        kmla_i_text_add(&text, names[i]);
+    }
+    kmla_i_text_add(&text, " in the loader's search path");
+    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
+        char path[256] = "";
+        if (folder >= 0) {
+            kmla_i_nvrtc_folder(folder, path, sizeof path);
+            if (!path[0]) {
+                continue;
+            }
+            kmla_i_text_add(&text, ", ");
+            kmla_i_text_add(&text, path);
+        }
+        for (i = 0; names[i]; ++i) {
+            kmla_i_text_join(name, room, path, names[i]);
+            library = kmla_i_library_open(name);
+            if (library) {
+                return library;
+            }
+        }
+    }
+    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
+    return NULL;
+}
+
+static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
+                                         const char* symbol) {
+    char message[256];
+    snprintf(message, sizeof message, "the library has no function %s", symbol);
+    return kmla_i_fail_library(error, KMLA_ERROR_SYMBOL, library, message);
+}
+
+#define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                             \
+    if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                 \
+        return kmla_i_missing_symbol(error, name, symbol);                                        \
+    }
+
+// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
+                                     kmla_error* error) {
+    char* name = functions->library;
+    int major = 0, minor = 0, result;
+    void* library;
+    if (gpu->without_nvrtc) {
+        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
+    }
+    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
+    if (!library) {
+        return KMLA_ERROR_LIBRARY;
+    }
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    result = functions->version(&major, &minor);
+    functions->release = major * 1000 + minor * 10;
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
+    }
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    kmla_i_cuda* functions = &gpu->cuda;
+    char* name = gpu->cuda_library;
+    void* library = desc->cuda_handle;
+    int result, version = 0;
+    if (library) {
+        kmla_i_text_join(name, sizeof gpu->cuda_library, "the caller's CUDA handle", "");
+    } else {
+        const char* path = desc->cuda_path ? desc->cuda_path : KMLA_I_CUDA_NAME;
+        kmla_i_text_join(name, sizeof gpu->cuda_library, path, "");
+        library = kmla_i_library_open(path);
+    }
+    if (!library) {
+        return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name,
+                                   desc->cuda_path
+                                       ? "cuda_path cannot be opened"
+                                       : "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME);
+    }
+    KMLA_I_CUDA_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    if (functions->driver_version(&version) == 0) {
+        gpu->driver_version = version;
+    }
+    result = functions->init(0); // once a process; creates no context
+    return result ? kmla_i_fail_cuda(gpu, error, "cuInit", result) : KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error) {
+    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0};
+    size_t path_bytes;
+    kmla_gpu* opened;
+    kmla_status status = KMLA_OK;
+    if (!gpu) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "gpu is NULL");
+    }
+    if (!desc) {
+        desc = &defaults;
+    }
+    path_bytes = desc->nvrtc_path ? strlen(desc->nvrtc_path) + 1 : 0;
+    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened + path_bytes);
+    if (!opened) {
+        return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the GPU object");
+    }
+    memset(opened, 0, sizeof *opened);
+    opened->without_cuda = desc->without_cuda;
+    opened->without_nvrtc = desc->without_nvrtc;
+    opened->nvrtc_handle = desc->nvrtc_handle;
+    if (desc->nvrtc_path) {
+        opened->nvrtc_path = (char*)(opened + 1);
+        memcpy(opened->nvrtc_path, desc->nvrtc_path, path_bytes);
+    }
+    if (!desc->without_cuda) {
+        status = kmla_i_cuda_open(desc, opened, error);
+    }
+    if (status != KMLA_OK) {
+        KMLA_FREE(opened);
+        return status;
+    }
+    *gpu = opened;
+    return KMLA_OK;
+}
+
+// -----------------------------------------------------------------------------
+// Contexts
+// -----------------------------------------------------------------------------
+
+static kmla_status kmla_i_current_context(const kmla_gpu* gpu, void** context, kmla_error* error) {
+    int result;
+    if (!gpu) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "gpu is NULL");
+    }
+    if (gpu->without_cuda) {
+        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                           "libcuda is needed, but the object was opened without_cuda");
+    }
+    *context = NULL;
+    result = gpu->cuda.context_current(context);
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuCtxGetCurrent", result);
+    }
+    if (!*context) {
+        return kmla_i_fail(error, KMLA_ERROR_CONTEXT, "no CUDA context is current on this thread");
+    }
+    if (gpu->context && *context != gpu->context) {
+        return kmla_i_fail(error, KMLA_ERROR_CONTEXT,
+                           "the current context is not the one that the kernels were prepared in");
+    }
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* device,
+                                            kmla_error* error) {
+    static const int attributes[] = {KMLA_I_DEVICE_COMPUTE_MAJOR, KMLA_I_DEVICE_COMPUTE_MINOR,
+                                     KMLA_I_DEVICE_MULTIPROCESSORS, KMLA_I_DEVICE_SHARED_BYTES,
+                                     KMLA_I_DEVICE_SHARED_BYTES_SM}; // in kmla_device's order
+    int values[5] = {0, 0, 0, 0, 0};
+    int ordinal = 0, i;
+    int result = gpu->cuda.context_device(&ordinal);
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuCtxGetDevice", result);
+    }
+    for (i = 0; i < 5; ++i) {
+        result = gpu->cuda.device_attribute(&values[i], attributes[i], ordinal);
+        if (result != 0) {
+            return kmla_i_fail_cuda(gpu, error, "cuDeviceGetAttribute", result);
+        }
+    }
+    device->compute_major = values[0];
+    device->compute_minor = values[1];
+    device->multiprocessors = values[2];
+    device->shared_bytes = values[3];
+    device->shared_bytes_sm = values[4];
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_error* error) {
+    void* context;
+    kmla_status status;
+    if (!device) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "device is NULL");
+    }
+    status = kmla_i_current_context(gpu, &context, error);
+    return status == KMLA_OK ? kmla_i_device_of_context(gpu, device, error) : status;
+}
+
+// -----------------------------------------------------------------------------
+// Device source and compile
+// -----------------------------------------------------------------------------
+
+// Facts, the first file (it has the integer types), the argument structs, all other files.
+static void kmla_i_add_device_source(kmla_i_text* text) {
+    const kmla_i_device_part* parts;
+    size_t count = kmla_i_device_part_list(&parts);
+    size_t i;
+    int first_file = 1;
+    kmla_i_text_add(text, kmla_i_device_facts);
+    for (i = 0; i < count; ++i) {
+        if (parts[i].first_line == 1) { // later parts of a file just go on
+            if (i > 0 && first_file) {
+                kmla_i_text_add(text, kmla_i_device_structs);
+                first_file = 0;
+            }
+            kmla_i_text_add(text, "#line 1 \"");
+            kmla_i_text_add(text, parts[i].file);
+            kmla_i_text_add(text, "\"\n");
+        }
+        kmla_i_text_add(text, parts[i].text);
+    }
+}
+
+KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* error) {
+    kmla_i_text source = {NULL, 0, 0};
+    size_t room;
+    if (!bytes) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "bytes is NULL");
+    }
+    room = *bytes;
+    kmla_i_add_device_source(&source);
+    *bytes = source.length + 1;
+    if (!text) {
+        return KMLA_OK;
+    }
+    if (room < *bytes) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "*bytes is %llu, the source needs %llu",
+                           (unsigned long long)room, (unsigned long long)*bytes);
+    }
+    source.data = text;
+    source.room = room;
+    source.length = 0;
+    kmla_i_add_device_source(&source);
+    return KMLA_OK;
+}
+
+// The architecture must be the card's own: a step down would hide what the card can do.
+static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const kmla_device* device,
+                                             kmla_error* error) {
+    int wanted = device->compute_major * 10 + device->compute_minor;
+    int known[256]; // NVRTC 13.0 has 12
+    int count = 0, i;
+    char message[sizeof error->message];
+    kmla_i_text text = {message, sizeof message, 0};
+    int result = nvrtc->architecture_count(&count);
+    if (result == 0 && count <= (int)(sizeof known / sizeof known[0])) {
+        result = nvrtc->architectures(known);
+    }
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetSupportedArchs", result);
+    }
+    snprintf(message, sizeof message,
+             "NVRTC %d.%d cannot compile for compute capability %d.%d (sm_%d); it supports",
+             nvrtc->release / 1000, nvrtc->release % 1000 / 10, device->compute_major,
+             device->compute_minor, wanted);
+    text.length = strlen(message);
+    for (i = 0; i < count; ++i) {
+        char name[32];
+        if (known[i] == wanted) {
+            return KMLA_OK;
+        }
+        snprintf(name, sizeof name, "%s sm_%d", i ? "," : "", known[i]);
+        kmla_i_text_add(&text, name);
+    }
+    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_ARCHITECTURE, 0, message);
+}
+
+// Gives the log to the caller, and a refusal's first line to the error.
+static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
+                                     const kmla_log* log, kmla_error* error) {
+    size_t bytes = 0;
+    char* text = NULL;
+    char line[512];
+    char message[sizeof error->message];
+    int result = nvrtc->log_bytes(program, &bytes);
+    if (result == 0 && bytes > 1) {
+        text = (char*)KMLA_MALLOC(bytes);
+        if (!text) {
+            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
+        }
+        result = nvrtc->log(program, text);
+    }
+    if (result == 0 && text && log && log->write) {
+        log->write(log->user, text);
+    }
+    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
+    KMLA_FREE(text);
+    if (compile_result == 0) {
+        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetProgramLog", result)
+                      : KMLA_OK;
+    }
+    snprintf(message, sizeof message, "nvrtcCompileProgram failed: %s: %s",
+             nvrtc->error_string(compile_result), line);
+    return kmla_i_fail_nvrtc(nvrtc, error,
+                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
+                                                                           : KMLA_ERROR_COMPILE,
+                             compile_result, message);
+}
+
+static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program, kmla_image* image,
+                                     kmla_error* error) {
+    size_t bytes = 0;
+    void* data;
+    int result = nvrtc->cubin_bytes(program, &bytes);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBINSize", result);
+    }
+    data = KMLA_MALLOC(bytes);
+    if (!data) {
+        return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for an image");
+    }
+    result = nvrtc->cubin(program, (char*)data);
+    if (result != 0) {
+        KMLA_FREE(data);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBIN", result);
+    }
+    image->data = data;
+    image->bytes = bytes;
+    return KMLA_OK;
+}
+
+// Compiles source text for one architecture. The options are the whole difference of variants.
+static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
+                                       const kmla_plan* plan, const kmla_device* device,
+                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
+    char architecture[48], kv_format[48], tile[48], shared[48];
+    const char* options[8];
+    int count = 0, result;
+    void* program = NULL;
+    kmla_status status;
+    snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d",
+             device->compute_major, device->compute_minor);
+    options[count++] = architecture;
+    options[count++] = "--std=c++17";
+    if (log) {
+        options[count++] = "--ptxas-options=-v"; // registers, spills and shared memory
+    }
+    if (plan) {
+        snprintf(kv_format, sizeof kv_format, "-DKMLA_KV_FORMAT=%d", (int)plan->shape.kv_format);
+        snprintf(tile, sizeof tile, "-DKMLA_TILE=%d", (int)plan->tile);
+        snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
+        options[count++] = kv_format;
+        options[count++] = tile;
+        options[count++] = shared;
+    }
+    result = nvrtc->create(&program, source, "kimi_mla.cu", 0, NULL, NULL);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcCreateProgram", result);
+    }
+    result = nvrtc->compile(program, count, options);
+    status = kmla_i_report_log(nvrtc, program, result, log, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_take_cubin(nvrtc, program, image, error);
+    }
+    nvrtc->destroy(&program);
+    return status;
+}
+
+static kmla_status kmla_i_check_gpu_reader(const kmla_plan* plan, kmla_error* error) {
+    if (plan->reader == KMLA_READER_HOST) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "plan is for the host reader: it was made without a device");
+    }
+    return KMLA_OK;
+}
+
+// Of compile and prepare, where NULL stands for the support kernels.
+static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* error) {
+    kmla_status status = plan ? kmla_i_check_whole_plan(plan, error) : KMLA_OK;
+    return plan && status == KMLA_OK ? kmla_i_check_gpu_reader(plan, error) : status;
+}
+
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error) {
+    kmla_i_nvrtc nvrtc;
+    kmla_image made;
+    kmla_status status;
+    size_t source_bytes = 0;
+    char* source;
+    if (!gpu || !device || !image) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           !gpu ? "gpu" : !device ? "device" : "image");
+    }
+    status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_architecture(&nvrtc, device, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    kmla_device_source(NULL, &source_bytes, NULL);
+    source = (char*)KMLA_MALLOC(source_bytes);
+    if (!source) {
+        return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the device source");
+    }
+    memset(&made, 0, sizeof made);
+    status = kmla_device_source(source, &source_bytes, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_compile_text(&nvrtc, source, plan, device, log, &made, error);
+    }
+    KMLA_FREE(source);
+    if (status == KMLA_OK) {
+        made.variant = plan ? kmla_plan_variant(plan) : 0;
+        made.compute_major = device->compute_major;
+        made.compute_minor = device->compute_minor;
+        *image = made;
+    }
+    return status;
+}
+
+KMLA_API void kmla_image_free(kmla_image* image) {
+    if (image) {
+        KMLA_FREE(image->data);
+        memset(image, 0, sizeof *image);
+    }
+}
+
+// -----------------------------------------------------------------------------
+// Prepare and close
+// -----------------------------------------------------------------------------
+
+static const kmla_i_reader* kmla_i_find_reader(const kmla_gpu* gpu, int32_t variant) {
+    int32_t i;
+    for (i = 0; i < gpu->reader_count; ++i) {
+        if (gpu->readers[i].variant == variant) {
+            return &gpu->readers[i];
+        }
+    }
+    return NULL;
+}
+
+// A function with its code on the card: with lazy loading a first launch would load it, and that
+// is not legal while a stream is captured.
+static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const char* name,
+                                        int32_t shared_bytes, void** function, kmla_error* error) {
+    int registers;
+    int result = gpu->cuda.module_function(function, module, name);
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuModuleGetFunction", result);
+    }
+    if (gpu->cuda.function_load) {
+        result = gpu->cuda.function_load(*function);
+    } else { // before driver 12.4 any question loads
+        result = gpu->cuda.function_attribute(&registers, KMLA_I_FUNCTION_REGISTERS, *function);
+    }
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuFuncLoad", result);
+    }
+    if (shared_bytes > 0) {
+        result = gpu->cuda.function_set(*function, KMLA_I_FUNCTION_DYNAMIC_SHARED, shared_bytes);
+        if (result != 0) {
+            return kmla_i_fail_cuda(gpu, error, "cuFuncSetAttribute", result);
+        }
+    }
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_check_image(const kmla_image* image, int32_t variant,
+                                      const kmla_device* device, kmla_error* error) {
+    if (!image->data || image->bytes == 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image is empty");
+    }
+    if (image->variant != variant) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image has variant %d, the plan needs %d",
+                           (int)image->variant, (int)variant);
+    }
+    if (image->compute_major != device->compute_major ||
+        image->compute_minor != device->compute_minor) {
+        return kmla_i_fail(error, KMLA_ERROR_ARCHITECTURE,
+                           "image is for compute capability %d.%d, the card has %d.%d",
+                           (int)image->compute_major, (int)image->compute_minor,
+                           (int)device->compute_major, (int)device->compute_minor);
+    }
+    return KMLA_OK;
+}
+
+// Loads the image, or the one that it compiles if there is none.
+static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_image* image,
+                                      void** module, kmla_error* error) {
+    kmla_image made;
+    kmla_status status;
+    int result;
+    memset(&made, 0, sizeof made);
+    if (image) {
+        status = kmla_i_check_image(image, plan ? kmla_plan_variant(plan) : 0, device, error);
+    } else {
+        status = kmla_gpu_compile(gpu, plan, device, NULL, &made, error);
+        image = &made;
+    }
+    if (status == KMLA_OK) {
+        result = gpu->cuda.module_load(module, image->data);
+        if (result != 0) {
+            status = kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
+        }
+    }
+    kmla_image_free(&made);
+    return status;
+}
+
+static kmla_status kmla_i_load_support(kmla_gpu* gpu, const kmla_device* device,
+                                       const kmla_image* image, kmla_error* error) {
+    kmla_i_support support;
+    kmla_status status;
+    memset(&support, 0, sizeof support);
+    status = kmla_i_load_module(gpu, NULL, device, image, &support.module, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    status = kmla_i_load_function(gpu, support.module, "kmla_merge", 0, &support.merge, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_load_function(gpu, support.module, "kmla_combine", 0, &support.combine,
+                                      error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_load_function(gpu, support.module, "kmla_write_kv", 0, &support.write_kv,
+                                      error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_load_function(gpu, support.module, "kmla_write_query", 0,
+                                      &support.write_query, error);
+    }
+    if (status != KMLA_OK) {
+        gpu->cuda.module_unload(support.module);
+        return status;
+    }
+    gpu->support = support;
+    return KMLA_OK;
+}
+
+static kmla_status kmla_i_load_reader(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_image* image,
+                                      kmla_error* error) {
+    kmla_i_reader reader;
+    kmla_status status;
+    memset(&reader, 0, sizeof reader);
+    if (plan->shared_bytes > device->shared_bytes) {
+        return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
+                           "plan needs %d bytes of shared memory a block, the card has %d",
+                           (int)plan->shared_bytes, (int)device->shared_bytes);
+    }
+    if (gpu->reader_count == KMLA_I_MAX_READERS) {
+        return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED, "more than %d variants are prepared",
+                           KMLA_I_MAX_READERS);
+    }
+    status = kmla_i_load_module(gpu, plan, device, image, &reader.module, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    status = kmla_i_load_function(gpu, reader.module, "kmla_reader", plan->shared_bytes,
+                                  &reader.function, error);
+    if (status != KMLA_OK) {
+        gpu->cuda.module_unload(reader.module);
+        return status;
+    }
+    reader.variant = kmla_plan_variant(plan);
+    gpu->readers[gpu->reader_count++] = reader;
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_image* image, kmla_error* error) {
+    void* context;
+    kmla_device device;
+    kmla_status status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_current_context(gpu, &context, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_device_of_context(gpu, &device, error);
+    }
+    if (status == KMLA_OK && !gpu->support.module) {
+        status = kmla_i_load_support(gpu, &device, plan ? NULL : image, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (!gpu->context) { // from now on the object belongs to this context
+        gpu->device = device;
+        gpu->context = context;
+        if (gpu->cuda.context_id) {
+            gpu->cuda.context_id(context, &gpu->context_id);
+        }
+    }
+    if (plan && !kmla_i_find_reader(gpu, kmla_plan_variant(plan))) {
+        status = kmla_i_load_reader(gpu, plan, &device, image, error);
+    }
+    return status;
+}
+
+static void kmla_i_unload_modules(const kmla_gpu* gpu) {
+    int32_t i;
+    for (i = 0; i < gpu->reader_count; ++i) {
+        gpu->cuda.module_unload(gpu->readers[i].module);
+    }
+    gpu->cuda.module_unload(gpu->support.module);
+}
+
+KMLA_API void kmla_gpu_close(kmla_gpu* gpu) {
+    unsigned long long id = 0;
+    if (gpu && gpu->context && gpu->cuda.context_push(gpu->context) == 0) {
+        // A new context may have a dead one's address, but never its id.
+        if (!gpu->cuda.context_id ||
+            (gpu->cuda.context_id(gpu->context, &id) == 0 && id == gpu->context_id)) {
+            kmla_i_unload_modules(gpu);
+        }
+        gpu->cuda.context_pop(NULL);
+    }
+    KMLA_FREE(gpu);
+}
+
+// -----------------------------------------------------------------------------
+// Launches
+// -----------------------------------------------------------------------------
+
+// How a kernel is launched.
+typedef struct kmla_i_launch_shape {
+    uint32_t grid_x, grid_y, grid_z;
+    uint32_t threads;
+    uint32_t shared_bytes;
+    int32_t overlaps; // may start before the kernel ahead of it in the stream ends; it waits itself
+} kmla_i_launch_shape;
+
+static kmla_status kmla_i_launch(const kmla_gpu* gpu, void* function,
+                                 const kmla_i_launch_shape* shape, void* args, void* stream,
+                                 kmla_error* error) {
+    void* parameters[1];
+    int result;
+    parameters[0] = args;
+    if (shape->overlaps && gpu->cuda.launch_with && gpu->device.compute_major >= 9 &&
+        gpu->driver_version >= KMLA_I_PROGRAMMATIC_DRIVER) {
+        kmla_i_launch_attribute attribute;
+        kmla_i_launch_config config;
+        memset(&attribute, 0, sizeof attribute);
+        attribute.id = KMLA_I_LAUNCH_PROGRAMMATIC;
+        attribute.value.value = 1;
+        config.grid_x = shape->grid_x;
+        config.grid_y = shape->grid_y;
+        config.grid_z = shape->grid_z;
+        config.block_x = shape->threads;
+        config.block_y = 1;
+        config.block_z = 1;
+        config.shared_bytes = shape->shared_bytes;
+        config.stream = stream;
+        config.attributes = &attribute;
+        config.attribute_count = 1;
+        result = gpu->cuda.launch_with(&config, function, parameters, NULL);
+    } else {
+        result = gpu->cuda.launch(function, shape->grid_x, shape->grid_y, shape->grid_z,
+                                  shape->threads, 1, 1, shape->shared_bytes, stream, parameters,
+                                  NULL);
+    }
+    return result ? kmla_i_fail_cuda(gpu, error, "cuLaunchKernel", result) : KMLA_OK;
+}
+
+// Before every launch: the right context is current and the support kernels are in it.
+static kmla_status kmla_i_check_prepared(const kmla_gpu* gpu, kmla_error* error) {
+    void* context;
+    kmla_status status = kmla_i_current_context(gpu, &context, error);
+    if (status == KMLA_OK && !gpu->support.module) {
+        return kmla_i_fail(error, KMLA_ERROR_NOT_PREPARED,
+                           "nothing was prepared: call kmla_gpu_prepare first, outside capture");
+    }
+    return status;
+}
+
+static size_t kmla_i_type_bytes(int32_t type) { return type == KMLA_FP32 ? 4 : 2; }
+
+// log2 of a power of two, -1 for any other number: the kernel then divides.
+static int32_t kmla_i_log2_exact(int32_t number) {
+    int32_t shift = 0;
+    while (shift < 30 && (1 << shift) < number) {
+        shift++;
+    }
+    return (1 << shift) == number ? shift : -1;
+}
+
+// Where the partial lse lie: behind the payloads [S][R][H][512].
+static uint64_t kmla_i_partial_lse(const kmla_plan* plan, uint64_t workspace) {
+    return workspace + (uint64_t)plan->splits * (uint64_t)plan->shape.rows *
+                           (uint64_t)plan->shape.heads * KMLA_LATENT_DIMS *
+                           kmla_i_type_bytes(plan->shape.partial_type);
+}
+
+static void kmla_i_reader_launch_args(const kmla_plan* plan, const kmla_decode* args,
+                                      struct kmla_i_reader_args* out) {
+    const kmla_shape* shape = &plan->shape;
+    memset(out, 0, sizeof *out);
+    out->query = args->query;
+    out->kv = args->kv;
+    out->table = shape->slot_list ? args->slot_list : args->block_table;
+    out->row_offsets = args->row_offsets;
+    out->lengths = args->lengths;
+    out->out = args->out;
+    out->lse = args->lse;
+    if (plan->splits > 1) {
+        out->part_out = args->workspace;
+        out->part_lse = kmla_i_partial_lse(plan, args->workspace);
+    }
+    out->query_row_stride = args->query_row_stride_bytes;
+    out->query_head_stride = args->query_head_stride_bytes;
+    out->page_pitch = args->page_pitch_bytes;
+    out->table_stride = shape->slot_list ? args->slot_list_stride : args->block_table_stride;
+    out->out_row_stride = args->out_row_stride;
+    out->out_head_stride = args->out_head_stride;
+    out->lse_row_stride = args->lse_row_stride;
+    out->lse_head_stride = args->lse_head_stride;
+    out->groups = plan->groups;
+    out->rows = shape->rows;
+    out->rows_per_group = shape->slot_list ? 1 : shape->rows_per_request;
+    out->heads = shape->heads;
+    out->page_tokens = shape->page_tokens;
+    out->page_shift = kmla_i_log2_exact(shape->page_tokens);
+    out->capacity = (int32_t)shape->capacity_tokens;
+    out->splits = plan->splits;
+    out->chunks_per_split = plan->chunks_per_split;
+    out->single_split_chunks = shape->single_split_chunks;
+    out->balanced = shape->split_mode == KMLA_SPLIT_BALANCED;
+    out->ragged = shape->ragged;
+    out->slot_list = shape->slot_list;
+    out->query_format = shape->query_format;
+    out->e4m3_query = shape->mode == KMLA_MODE_E4M3_QUERY;
+    out->partial_type = shape->partial_type;
+    out->out_type = args->out_type;
+    out->per_request = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_REQUEST;
+    out->draft = shape->lengths.rows_kind == KMLA_ROWS_DRAFT;
+    out->window = shape->lengths.window_tokens;
+    out->dcp_ranks = shape->lengths.dcp.ranks;
+    out->dcp_rank = shape->lengths.dcp.rank;
+    out->dcp_interleave = shape->lengths.dcp.interleave;
+    out->kv_scale = shape->kv_format == KMLA_KV_E4M3 ? args->kv_scale : 1.0f;
+    // One scale for all of QK; log2(e) because the kernel's exponentials are of 2.
+    out->score_scale = args->scale * 1.44269504f * out->kv_scale;
+    if (shape->query_format == KMLA_QUERY_E4M3) {
+        out->score_scale *= args->query_scale;
+    }
+}
+
+// The merge is a combine of splits that lie densely in the workspace.
+static void kmla_i_merge_launch_args(const kmla_plan* plan, const kmla_decode* args,
+                                     struct kmla_i_combine_args* out) {
+    const int64_t rows = plan->shape.rows, heads = plan->shape.heads;
+    memset(out, 0, sizeof *out);
+    out->part_out = args->workspace;
+    out->part_lse = kmla_i_partial_lse(plan, args->workspace);
+    out->out = args->out;
+    out->lse = args->lse;
+    out->part_head_stride = KMLA_LATENT_DIMS;
+    out->part_row_stride = heads * KMLA_LATENT_DIMS;
+    out->part_out_stride = rows * heads * KMLA_LATENT_DIMS;
+    out->part_lse_head_stride = 1;
+    out->part_lse_row_stride = heads;
+    out->part_lse_stride = rows * heads;
+    out->out_row_stride = args->out_row_stride;
+    out->out_head_stride = args->out_head_stride;
+    out->lse_row_stride = args->lse_row_stride;
+    out->lse_head_stride = args->lse_head_stride;
+    out->parts = plan->splits;
+    out->rows = plan->shape.rows;
+    out->heads = plan->shape.heads;
+    out->part_type = plan->shape.partial_type;
+    out->out_type = args->out_type;
+}
+
+// Checking mode: copies the tables to the host, in their own strides, and looks at every page.
+static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_plan* plan,
+                                              const kmla_decode* args, void* stream,
+                                              kmla_error* error) {
+    const kmla_shape* shape = &plan->shape;
+    const int per_request = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_REQUEST;
+    const size_t table_rows = (size_t)(shape->slot_list ? shape->rows : shape->requests);
+    const size_t stride =
+        (size_t)(shape->slot_list ? args->slot_list_stride : args->block_table_stride);
+    const size_t width =
+        (size_t)(shape->slot_list ? args->slot_list_width : args->block_table_width);
+    const uint64_t addresses[3] = {shape->slot_list ? args->slot_list : args->block_table,
+                                   args->lengths, args->row_offsets};
+    const size_t counts[3] = {(table_rows - 1) * stride + width,
+                              (size_t)(per_request ? shape->requests : shape->rows),
+                              shape->ragged ? (size_t)shape->requests + 1 : 0};
+    int32_t* copies[3]; // table, lengths, row offsets: one after the other in one allocation
+    kmla_status status = KMLA_OK;
+    int result, capturing = 0, i;
+
+    result = gpu->cuda.stream_capturing(stream, &capturing);
+    if (capturing || result == KMLA_I_CAPTURE_IMPLICIT) {
+        return kmla_i_fail(error, KMLA_ERROR_CAPTURE,
+                           "check_pages synchronises, and the stream is being captured");
+    }
+    copies[0] = (int32_t*)KMLA_MALLOC((counts[0] + counts[1] + counts[2]) * sizeof(int32_t));
+    if (!copies[0]) {
+        return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for copies of the tables");
+    }
+    copies[1] = copies[0] + counts[0];
+    copies[2] = copies[1] + counts[1];
+    for (i = 0; i < 3 && result == 0; ++i) {
+        if (counts[i] > 0) {
+            result = gpu->cuda.copy_to_host(copies[i], addresses[i], counts[i] * sizeof(int32_t),
+                                            stream);
+        }
+    }
+    if (result == 0) {
+        result = gpu->cuda.stream_synchronize(stream);
+    }
+    if (result != 0) {
+        status = kmla_i_fail_cuda(gpu, error, "reading the tables for check_pages", result);
+    } else {
+        status = kmla_check_pages(plan, args, copies[0], copies[1],
+                                  shape->ragged ? copies[2] : NULL, error);
+    }
+    KMLA_FREE(copies[0]);
+    return status;
+}
+
+KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_decode* args, void* stream, kmla_error* error) {
+    const kmla_i_reader* reader = NULL;
+    struct kmla_i_reader_args reader_args;
+    struct kmla_i_combine_args merge_args;
+    kmla_i_launch_shape shape;
+    kmla_decode dense;
+    kmla_status status = kmla_check_decode(plan, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_gpu_reader(plan, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_prepared(gpu, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    reader = kmla_i_find_reader(gpu, kmla_plan_variant(plan));
+    if (!reader) {
+        return kmla_i_fail(error, KMLA_ERROR_NOT_PREPARED,
+                           "variant %d was not prepared: call kmla_gpu_prepare with this plan "
+                           "first, outside capture",
+                           (int)kmla_plan_variant(plan));
+    }
+    dense = kmla_i_dense_decode(plan, args);
+    if (args->check_pages) {
+        status = kmla_i_check_device_tables(gpu, plan, &dense, stream, error);
+        if (status != KMLA_OK) {
+            return status;
+        }
+    }
+
+    kmla_i_reader_launch_args(plan, &dense, &reader_args);
+    shape.grid_x = (uint32_t)plan->tiles_per_request;
+    shape.grid_y = (uint32_t)plan->splits;
+    shape.grid_z = (uint32_t)plan->groups + (plan->shape.ragged ? 1 : 0); // one more: dead rows
+    shape.threads = KMLA_I_READER_THREADS;
+    shape.shared_bytes = (uint32_t)plan->shared_bytes;
+    shape.overlaps = 0;
+    status = kmla_i_launch(gpu, reader->function, &shape, &reader_args, stream, error);
+    if (status != KMLA_OK || plan->splits == 1) {
+        return status;
+    }
+
+    kmla_i_merge_launch_args(plan, &dense, &merge_args);
+    shape.grid_x = (uint32_t)plan->shape.heads;
+    shape.grid_y = (uint32_t)plan->shape.rows;
+    shape.grid_z = 1;
+    shape.threads = KMLA_I_SUPPORT_THREADS;
+    shape.shared_bytes = 0;
+    shape.overlaps = 1;
+    return kmla_i_launch(gpu, gpu->support.merge, &shape, &merge_args, stream, error);
+}
+
+KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, void* stream,
+                                      kmla_error* error) {
+    struct kmla_i_combine_args out;
+    kmla_i_launch_shape shape = {0, 0, 1, KMLA_I_SUPPORT_THREADS, 0, 0};
+    kmla_combine dense;
+    kmla_status status = kmla_check_combine(args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_prepared(gpu, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    dense = kmla_i_dense_combine(args);
+    memset(&out, 0, sizeof out);
+    out.part_out = dense.part_out;
+    out.part_lse = dense.part_lse;
+    out.out = dense.out;
+    out.lse = dense.lse;
+    out.part_out_stride = dense.part_out_stride;
+    out.part_row_stride = dense.part_row_stride;
+    out.part_head_stride = dense.part_head_stride;
+    out.part_lse_stride = dense.part_lse_stride;
+    out.part_lse_row_stride = dense.part_lse_row_stride;
+    out.part_lse_head_stride = dense.part_lse_head_stride;
+    out.out_row_stride = dense.out_row_stride;
+    out.out_head_stride = dense.out_head_stride;
+    out.lse_row_stride = dense.lse_row_stride;
+    out.lse_head_stride = dense.lse_head_stride;
+    out.parts = dense.parts;
+    out.rows = dense.rows;
+    out.heads = dense.heads;
+    out.part_type = dense.part_type;
+    out.out_type = dense.out_type;
+    shape.grid_x = (uint32_t)dense.heads;
+    shape.grid_y = (uint32_t)dense.rows;
+    return kmla_i_launch(gpu, gpu->support.combine, &shape, &out, stream, error);
+}
+
+// Blocks that give every one of count items a warp.
+static uint32_t kmla_i_blocks_of_warps(int64_t count) {
+    const int64_t warps = KMLA_I_SUPPORT_THREADS / 32;
+    return (uint32_t)((count + warps - 1) / warps);
+}
+
+KMLA_API kmla_status kmla_gpu_write_kv(kmla_gpu* gpu, const kmla_kv_write* args, void* stream,
+                                       kmla_error* error) {
+    struct kmla_i_kv_write_args out;
+    kmla_i_launch_shape shape = {0, 1, 1, KMLA_I_SUPPORT_THREADS, 0, 0};
+    kmla_kv_write dense;
+    kmla_status status = kmla_check_kv_write(args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_prepared(gpu, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    dense = kmla_i_dense_kv_write(args);
+    memset(&out, 0, sizeof out);
+    out.latent = dense.latent;
+    out.rope = dense.rope;
+    out.slots = dense.slots;
+    out.kv = dense.kv;
+    out.kv_slots = dense.kv_pages * (uint64_t)dense.page_tokens;
+    out.page_pitch = dense.page_pitch_bytes;
+    out.latent_stride = dense.latent_stride;
+    out.rope_stride = dense.rope_stride;
+    out.tokens = dense.tokens;
+    out.kv_format = dense.kv_format;
+    out.source_type = dense.source_type;
+    out.power_of_two = dense.scale_rule == KMLA_SCALE_POWER_OF_TWO;
+    out.page_tokens = dense.page_tokens;
+    out.kv_scale = dense.kv_format == KMLA_KV_E4M3 ? dense.kv_scale : 1.0f;
+    shape.grid_x = kmla_i_blocks_of_warps(dense.tokens);
+    return kmla_i_launch(gpu, gpu->support.write_kv, &shape, &out, stream, error);
+}
+
+KMLA_API kmla_status kmla_gpu_write_query(kmla_gpu* gpu, const kmla_query_write* args,
+                                          void* stream, kmla_error* error) {
+    struct kmla_i_query_write_args out;
+    kmla_i_launch_shape shape = {0, 1, 1, KMLA_I_SUPPORT_THREADS, 0, 0};
+    kmla_query_write dense;
+    kmla_status status = kmla_check_query_write(args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_prepared(gpu, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    dense = kmla_i_dense_query_write(args);
+    memset(&out, 0, sizeof out);
+    out.source = dense.source;
+    out.query = dense.query;
+    out.source_row_stride = dense.source_row_stride;
+    out.source_head_stride = dense.source_head_stride;
+    out.query_row_stride = dense.query_row_stride_bytes;
+    out.query_head_stride = dense.query_head_stride_bytes;
+    out.rows = dense.rows;
+    out.heads = dense.heads;
+    out.query_format = dense.query_format;
+    out.source_type = dense.source_type;
+    out.query_scale = dense.query_format == KMLA_QUERY_E4M3 ? dense.query_scale : 1.0f;
+    shape.grid_x = kmla_i_blocks_of_warps((int64_t)dense.rows * dense.heads);
+    return kmla_i_launch(gpu, gpu->support.write_query, &shape, &out, stream, error);
+}
+
+#endif // KIMI_MLA_NO_GPU
+
+// =============================================================================
+// Device source: made by tools/embed.c from tools/device/; do not edit between the markers
+// =============================================================================
+#ifndef KIMI_MLA_NO_GPU
+
+// >>device source begin
+// clang-format off
+static const kmla_i_device_part kmla_i_device_parts[] = {
+    {"instructions.cuh", 1,
+     "// The only file that touches the machine: built-in variables, PTX, conversions. Everything after it\n"
+     "// is plain C++, so a host compiler can run it over another version of this file.\n"
+     "\n"
+     "#pragma nv_diag_suppress 177 // an image does not use every function of these files\n"
+     "\n"
+     "typedef unsigned char uint8_t;\n"
+     "typedef unsigned short uint16_t;\n"
+     "typedef unsigned int uint32_t;\n"
+     "typedef int int32_t;\n"
+     "typedef unsigned long long uint64_t;\n"
+     "typedef long long int64_t;\n"
+     "\n"
+     "#define KMLA_ARCH (__CUDA_ARCH__ / 10) // 80, 89, 90, 120, ...\n"
+     "\n"
+     "// e4m3 conversions are in PTX from sm_89 on, and in NVRTC for sm_89 from 12.1 on.\n"
+     "#if KMLA_ARCH >= 90 || (KMLA_ARCH == 89 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201)\n"
+     "#define KMLA_HAS_E4M3_CONVERT 1\n"
+     "#else\n"
+     "#define KMLA_HAS_E4M3_CONVERT 0\n"
+     "#endif\n"
+     "#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)\n"
+     "\n"
+     "#define KMLA_DEVICE static __device__ __forceinline__\n"
+     "// A kernel that takes one struct. At least `blocks` blocks should fit an SM.\n"
+     "#define KMLA_KERNEL(name, args_type, threads, blocks) \\\n"
+     "    extern \"C\" __global__ void __launch_bounds__(threads, blocks) \\\n"
+     "        name(const __grid_constant__ args_type args)\n"
+     "\n"
+     "struct alignas(8) word2 {\n"
+     "    uint32_t x, y;\n"
+     "};\n"
+     "struct alignas(16) word4 {\n"
+     "    uint32_t x, y, z, w;\n"
+     "};\n"
+     "\n"
+     "// ---- where am I\n"
+     "\n"
+     "KMLA_DEVICE int thread_index() { return (int)threadIdx.x; }\n"
+     "KMLA_DEVICE int block_x() { return (int)blockIdx.x; }\n"
+     "KMLA_DEVICE int block_y() { return (int)blockIdx.y; }\n"
+     "KMLA_DEVICE int block_z() { return (int)blockIdx.z; }\n"
+     "KMLA_DEVICE int grid_x() { return (int)gridDim.x; }\n"
+     "\n"
+     "// Dynamic shared memory of the block, aligned to 128 bytes.\n"
+     "KMLA_DEVICE uint8_t* shared_memory() {\n"
+     "    extern __shared__ __align__(128) uint8_t kmla_shared[];\n"
+     "    return kmla_shared;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE uint32_t shared_address(const void* pointer) {\n"
+     "    return (uint32_t)__cvta_generic_to_shared(pointer);\n"
+     "}\n"
+     "\n"
+     "// ---- barriers, votes, shuffles\n"
+     "\n"
+     "KMLA_DEVICE void sync_block() { __syncthreads(); }\n"
+     "// Barrier that also tells every thread whether any had a true predicate.\n"
+     "KMLA_DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate) != 0; }\n"
+     "KMLA_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }\n"
+     "KMLA_DEVICE float shuffle_xor(float value, int mask) {\n"
+     "    return __shfl_xor_sync(0xffffffffu, value, mask);\n"
+     "}\n"
+     "KMLA_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {\n"
+     "    return __shfl_xor_sync(0xffffffffu, value, mask);\n"
+     "}\n"
+     "KMLA_DEVICE uint64_t shuffle(uint64_t value, int lane) {\n"
+     "    return __shfl_sync(0xffffffffu, value, lane);\n"
+     "}\n"
+     "\n"
+     "// ---- numbers\n"
+     "\n"
+     "KMLA_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }\n"
+     "KMLA_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }\n"
+     "KMLA_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }\n"
+     "KMLA_DEVICE float maximum(float a, float b) { return fmaxf(a, b); } // NaN loses\n"
+     "KMLA_DEVICE uint32_t maximum(uint32_t a, uint32_t b) { return a > b \? a : b; }\n"
+     "KMLA_DEVICE int minimum(int a, int b) { return a < b \? a : b; }\n"
+     "KMLA_DEVICE int maximum(int a, int b) { return a > b \? a : b; }\n"
+     "// Correctly rounded: the writers' bytes are the host's.\n"
+     "KMLA_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }\n"
+     "KMLA_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }\n"
+     "\n"
+     "KMLA_DEVICE float exp2_fast(float value) {\n"
+     "    float result;\n"
+     "    asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(result) : \"f\"(value));\n"
+     "    return result;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE float log2_fast(float value) {\n"
+     "    float result;\n"
+     "    asm(\"lg2.approx.f32 %0, %1;\" : \"=f\"(result) : \"f\"(value));\n"
+     "    return result;\n"
+     "}\n"
+     "\n"
+     "// Bytes of {b,a} picked by the four nibbles of selector: 0..3 are a's, 4..7 b's.\n"
+     "KMLA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {\n"
+     "    return __byte_perm(a, b, selector);\n"
+     "}\n"
+     "\n"
+     "// ---- 16-bit pairs; low half first\n"
+     "\n"
+     "KMLA_DEVICE uint32_t pack_f16(float low, float high) {\n"
+     "    uint32_t pair;\n"
+     "    asm(\"cvt.rn.f16x2.f32 %0, %1, %2;\" : \"=r\"(pair) : \"f\"(high), \"f\"(low));\n"
+     "    return pair;\n"
+     "}\n"
+     "\n"
+    },
+    {"instructions.cuh", 108,
+     "KMLA_DEVICE uint32_t pack_bf16(float low, float high) {\n"
+     "    uint32_t pair;\n"
+     "    asm(\"cvt.rn.bf16x2.f32 %0, %1, %2;\" : \"=r\"(pair) : \"f\"(high), \"f\"(low));\n"
+     "    return pair;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE uint32_t multiply_f16x2(uint32_t a, uint32_t b) {\n"
+     "    uint32_t product;\n"
+     "    asm(\"mul.rn.f16x2 %0, %1, %2;\" : \"=r\"(product) : \"r\"(a), \"r\"(b));\n"
+     "    return product;\n"
+     "}\n"
+     "\n"
+     "// Lane by lane, the number if the other is NaN.\n"
+     "KMLA_DEVICE uint32_t minimum_f16x2(uint32_t a, uint32_t b) {\n"
+     "    uint32_t result;\n"
+     "    asm(\"min.f16x2 %0, %1, %2;\" : \"=r\"(result) : \"r\"(a), \"r\"(b));\n"
+     "    return result;\n"
+     "}\n"
+     "\n"
+     "#if KMLA_HAS_E4M3_CONVERT\n"
+     "// Four E4M3 codes, exactly, as two pairs of f16: bytes 0 and 1, bytes 2 and 3.\n"
+     "KMLA_DEVICE void e4m3x4_to_f16x2(uint32_t codes, uint32_t& low, uint32_t& high) {\n"
+     "    asm(\"{ .reg .b16 l, h;\\n\"\n"
+     "        \"mov.b32 {l, h}, %2;\\n\"\n"
+     "        \"cvt.rn.f16x2.e4m3x2 %0, l;\\n\"\n"
+     "        \"cvt.rn.f16x2.e4m3x2 %1, h; }\"\n"
+     "        : \"=r\"(low), \"=r\"(high)\n"
+     "        : \"r\"(codes));\n"
+     "}\n"
+     "#endif\n"
+     "\n"
+     "// ---- matrix products of a warp: d[16x8] += a[16x16] * b[16x8]\n"
+     "\n"
+     "KMLA_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {\n"
+     "    asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 \"\n"
+     "                 \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\"\n"
+     "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3])\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"r\"(b0), \"r\"(b1));\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {\n"
+     "    asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 \"\n"
+     "                 \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\"\n"
+     "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3])\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"r\"(b0), \"r\"(b1));\n"
+     "}\n"
+     "\n"
+     "// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.\n"
+     "KMLA_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {\n"
+     "    asm volatile(\"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\"\n"
+     "                 : \"=r\"(r[0]), \"=r\"(r[1]), \"=r\"(r[2]), \"=r\"(r[3])\n"
+     "                 : \"r\"(shared_address(row))\n"
+     "                 : \"memory\");\n"
+     "}\n"
+     "\n"
+     "// ---- copies from global to shared memory\n"
+     "\n"
+     "// 16 bytes; with `read` false writes zeros and reads nothing.\n"
+     "KMLA_DEVICE void copy_async_16(void* shared, const void* global, bool read) {\n"
+     "    asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16, %2;\" ::\"r\"(shared_address(shared)),\n"
+     "                 \"l\"(global), \"r\"(read \? 16 : 0)\n"
+     "                 : \"memory\");\n"
+     "}\n"
+     "KMLA_DEVICE void copy_async_commit() { asm volatile(\"cp.async.commit_group;\" ::: \"memory\"); }\n"
+     "// Waits until at most `pending` of this thread's committed groups are under way.\n"
+     "template <int pending> KMLA_DEVICE void copy_async_wait() {\n"
+     "    asm volatile(\"cp.async.wait_group %0;\" ::\"n\"(pending) : \"memory\");\n"
+     "}\n"
+     "\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "KMLA_DEVICE void barrier_init(uint64_t* barrier, uint32_t arrivals) {\n"
+     "    asm volatile(\"mbarrier.init.shared::cta.b64 [%0], %1;\" ::\"r\"(shared_address(barrier)),\n"
+     "                 \"r\"(arrivals)\n"
+     "                 : \"memory\");\n"
+     "}\n"
+     "// Makes initialised barriers visible to the copy engine; a block barrier must follow.\n"
+     "KMLA_DEVICE void barrier_init_fence() {\n"
+     "    asm volatile(\"fence.mbarrier_init.release.cluster;\" ::: \"memory\");\n"
+     "}\n"
+     "// One arrival that also announces `bytes` of bulk copies.\n"
+     "KMLA_DEVICE void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {\n"
+     "    asm volatile(\"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\" ::\"r\"(\n"
+     "                     shared_address(barrier)),\n"
+     "                 \"r\"(bytes)\n"
+     "                 : \"memory\");\n"
+     "}\n"
+     "KMLA_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {\n"
+     "    asm volatile(\"{\\n\"\n"
+     "                 \".reg .pred done;\\n\"\n"
+     "                 \"again:\\n\"\n"
+     "                 \"mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n\"\n"
+     "                 \"@!done bra again;\\n\"\n"
+     "                 \"}\" ::\"r\"(shared_address(barrier)),\n"
+     "                 \"r\"(parity)\n"
+    },
+    {"instructions.cuh", 202,
+     "                 : \"memory\");\n"
+     "}\n"
+     "// `bytes` (a multiple of 16) from global to shared memory; completes on the barrier.\n"
+     "KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {\n"
+     "    asm volatile(\"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes \"\n"
+     "                 \"[%0], [%1], %2, [%3];\" ::\"r\"(shared_address(shared)),\n"
+     "                 \"l\"(global), \"r\"(bytes), \"r\"(shared_address(barrier))\n"
+     "                 : \"memory\");\n"
+     "}\n"
+     "#endif\n"
+     "\n"
+     "// ---- dependent launch: a kernel may start before the one it follows has ended\n"
+     "\n"
+     "// What follows this kernel in its stream may be scheduled.\n"
+     "KMLA_DEVICE void launch_dependents() {\n"
+     "#if KMLA_ARCH >= 90\n"
+     "    asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n"
+     "#endif\n"
+     "}\n"
+     "// Until the kernel before has ended and its writes are visible.\n"
+     "KMLA_DEVICE void wait_dependency() {\n"
+     "#if KMLA_ARCH >= 90\n"
+     "    asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
+     "#endif\n"
+     "}\n"
+    },
+    {"records.cuh", 1,
+     "// Record formats: codes to numbers and back, which tokens a row sees, where a token's record is.\n"
+     "\n"
+     "// ---- E4M3 (\"fn\"): 1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F and 0xFF are NaN\n"
+     "\n"
+     "// Four codes, exactly, as two pairs of f16: pair[0] has bytes 0 and 1, pair[1] bytes 2 and 3.\n"
+     "KMLA_DEVICE void e4m3x4_to_f16(uint32_t codes, uint32_t (&pair)[2]) {\n"
+     "#if KMLA_HAS_E4M3_CONVERT\n"
+     "    e4m3x4_to_f16x2(codes, pair[0], pair[1]);\n"
+     "#else\n"
+     "    // Moved into f16's fields a code is its value times 2^-8, subnormals included.\n"
+     "    const uint32_t two_to_8 = 0x5C005C00u;\n"
+     "    for (int i = 0; i < 2; i++) {\n"
+     "        uint32_t high_bytes = permute_bytes(codes, 0, i == 0 \? 0x1404 : 0x3424);\n"
+     "        uint32_t magnitude = high_bytes & 0x7F007F00u;\n"
+     "        uint32_t nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;\n"
+     "        uint32_t small = (magnitude >> 1) | (high_bytes & 0x80008000u);\n"
+     "        pair[i] = multiply_f16x2(small, two_to_8) | nan * 0x7FFFu;\n"
+     "    }\n"
+     "#endif\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE float e4m3_to_float(uint32_t code) {\n"
+     "    uint32_t magnitude = code & 0x7F;\n"
+     "    float value = bits_float(magnitude << 20) * bits_float((127 + 120) << 23);\n"
+     "    if (magnitude == 0x7F) {\n"
+     "        value = bits_float(0x7FFFFFFF);\n"
+     "    }\n"
+     "    return code & 0x80 \? -value : value;\n"
+     "}\n"
+     "\n"
+     "// Nearest-even, saturating at 448; NaN becomes 0x7F.\n"
+     "KMLA_DEVICE uint32_t float_to_e4m3(float value) {\n"
+     "    uint32_t bits = float_bits(value);\n"
+     "    uint32_t magnitude = bits & 0x7FFFFFFFu;\n"
+     "    uint32_t code;\n"
+     "    if (magnitude > 0x7F800000u) {\n"
+     "        return 0x7F;\n"
+     "    }\n"
+     "    if (magnitude > float_bits(448.0f)) {\n"
+     "        magnitude = float_bits(448.0f);\n"
+     "    }\n"
+     "    if (magnitude < float_bits(0.015625f)) { // subnormal: a count of 2^-9, rounded by the adder\n"
+     "        const float one_and_a_half_2_23 = 12582912.0f;\n"
+     "        code = float_bits(bits_float(magnitude) * 512.0f + one_and_a_half_2_23) -\n"
+     "               float_bits(one_and_a_half_2_23);\n"
+     "    } else {\n"
+     "        uint32_t rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1);\n"
+     "        code = (rounded >> 20) - ((127 - 7) << 3);\n"
+     "    }\n"
+     "    return code | ((bits >> 24) & 0x80);\n"
+     "}\n"
+     "\n"
+     "// e4m3_to_float(float_to_e4m3(value)) for numbers, by one rounding addition.\n"
+     "KMLA_DEVICE float round_to_e4m3(float value) {\n"
+     "    uint32_t magnitude = float_bits(value) & 0x7FFFFFFFu;\n"
+     "    if (magnitude > float_bits(448.0f) && magnitude <= 0x7F800000u) {\n"
+     "        magnitude = float_bits(448.0f);\n"
+     "    }\n"
+     "    uint32_t exponent = magnitude & 0x7F800000u;\n"
+     "    if (exponent < float_bits(0.015625f)) {\n"
+     "        exponent = float_bits(0.015625f);\n"
+     "    }\n"
+     "    // Adding 1.5 * 2^20 times the leading bit leaves 3 bits below it.\n"
+     "    float rounder = bits_float(exponent + (20u << 23)) * 1.5f;\n"
+     "    float rounded = (bits_float(magnitude) + rounder) - rounder;\n"
+     "    return float_bits(value) >> 31 \? -rounded : rounded;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE float bf16_low(uint32_t pair) { return bits_float(pair << 16); }\n"
+     "KMLA_DEVICE float bf16_high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }\n"
+     "\n"
+     "KMLA_DEVICE uint32_t float_to_bf16(float value) { return pack_bf16(value, 0.0f) & 0xFFFFu; }\n"
+     "\n"
+     "// Scale of a packed query's group: max(amax, 1e-4) / 448, rounded up to a power of two.\n"
+     "KMLA_DEVICE float round_up_to_power_of_two(float value) {\n"
+     "    uint32_t bits = float_bits(value);\n"
+     "    return bits_float((bits & 0x7F800000u) + ((bits & 0x007FFFFFu) \? 0x00800000u : 0));\n"
+     "}\n"
+     "KMLA_DEVICE float packed_query_scale(float amax) {\n"
+     "    amax = amax < 1e-4f \? 1e-4f : amax;\n"
+     "    return round_up_to_power_of_two(multiply(amax, 1.0f / 448.0f));\n"
+     "}\n"
+     "// 1 / scale of a power of two, from its exponent.\n"
+     "KMLA_DEVICE float power_of_two_inverse(float scale) {\n"
+     "    return bits_float((254u << 23) - float_bits(scale));\n"
+     "}\n"
+     "\n"
+     "// ---- which tokens a row sees\n"
+     "\n"
+     "struct token_range {\n"
+     "    int begin, end; // local tokens; empty if begin == end\n"
+     "};\n"
+     "\n"
+     "// Tokens of a global length that this rank holds.\n"
+     "KMLA_DEVICE int local_length(const kmla_i_reader_args& args, int global) {\n"
+     "    if (args.dcp_ranks == 1) {\n"
+     "        return global;\n"
+     "    }\n"
+     "    int64_t period = (int64_t)args.dcp_ranks * args.dcp_interleave;\n"
+    },
+    {"records.cuh", 100,
+     "    int64_t rest = global % period - (int64_t)args.dcp_rank * args.dcp_interleave;\n"
+     "    rest = rest < 0 \? 0 : rest > args.dcp_interleave \? args.dcp_interleave : rest;\n"
+     "    return (int)(global / period * args.dcp_interleave + rest);\n"
+     "}\n"
+     "\n"
+     "// Row `row` of the batch is row `i` of its group's `rows`.\n"
+     "KMLA_DEVICE token_range row_range(const kmla_i_reader_args& args, int group, int i, int rows,\n"
+     "                                  int row) {\n"
+     "    const int32_t* lengths = (const int32_t*)args.lengths;\n"
+     "    token_range range;\n"
+     "    if (group == args.groups) { // rows after the last request are dead\n"
+     "        return token_range{0, 0};\n"
+     "    }\n"
+     "    if (args.per_request) {\n"
+     "        int64_t bound = lengths[group];\n"
+     "        bound = args.draft \? bound : bound - rows + 1 + i;\n"
+     "        bound = bound < 0 \? 0 : bound;\n"
+     "        int64_t first = args.window && bound > args.window \? bound - args.window : 0;\n"
+     "        range.begin = local_length(args, (int)first);\n"
+     "        range.end = minimum(local_length(args, (int)bound), args.capacity);\n"
+     "    } else {\n"
+     "        range.end = minimum(maximum(lengths[row], 0), args.capacity);\n"
+     "        range.begin = args.window \? maximum(range.end - args.window, 0) : 0;\n"
+     "    }\n"
+     "    range.begin = minimum(range.begin, range.end);\n"
+     "    return range;\n"
+     "}\n"
+     "\n"
+     "// The part of a row's range that split `split` reads.\n"
+     "KMLA_DEVICE token_range split_range(const kmla_i_reader_args& args, token_range row, int split) {\n"
+     "    if (row.begin >= row.end) {\n"
+     "        return token_range{0, 0};\n"
+     "    }\n"
+     "    int first_chunk = row.begin / KMLA_CHUNK_TOKENS;\n"
+     "    int live = (row.end + KMLA_CHUNK_TOKENS - 1) / KMLA_CHUNK_TOKENS - first_chunk;\n"
+     "    int chunk = 0, chunks = 0;\n"
+     "    if (args.splits == 1 || live <= args.single_split_chunks) {\n"
+     "        if (split != 0) {\n"
+     "            return token_range{0, 0};\n"
+     "        }\n"
+     "        return row;\n"
+     "    }\n"
+     "    if (args.balanced) {\n"
+     "        int used = minimum(args.splits, live);\n"
+     "        if (split < used) {\n"
+     "            int share = live / used, longer = live % used;\n"
+     "            chunk = first_chunk + split * share + minimum(split, longer);\n"
+     "            chunks = share + (split < longer \? 1 : 0);\n"
+     "        }\n"
+     "    } else {\n"
+     "        chunk = split * args.chunks_per_split;\n"
+     "        chunks = args.chunks_per_split;\n"
+     "    }\n"
+     "    token_range part;\n"
+     "    part.begin = maximum(row.begin, chunk * KMLA_CHUNK_TOKENS);\n"
+     "    part.end = minimum(row.end, (chunk + chunks) * KMLA_CHUNK_TOKENS);\n"
+     "    return part.begin < part.end \? part : token_range{0, 0};\n"
+     "}\n"
+     "\n"
+     "// ---- where a token's record is\n"
+     "\n"
+     "// A token's page in its group's block table or its slot in the list; negative: there is none. Apart\n"
+     "// from record_address so that the load can run a step ahead of its use.\n"
+     "KMLA_DEVICE int table_entry(const kmla_i_reader_args& args, int group, int token) {\n"
+     "    const int32_t* table = (const int32_t*)args.table + group * args.table_stride;\n"
+     "    if (args.slot_list) {\n"
+     "        return table[token];\n"
+     "    }\n"
+     "    return table[args.page_shift >= 0 \? token >> args.page_shift : token / args.page_tokens];\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE uint64_t record_address(const kmla_i_reader_args& args, int entry, int token,\n"
+     "                                    int record_bytes) {\n"
+     "    int slot = args.slot_list \? entry : token, page, offset;\n"
+     "    if (args.page_shift >= 0) {\n"
+     "        page = slot >> args.page_shift;\n"
+     "        offset = slot & (args.page_tokens - 1);\n"
+     "    } else {\n"
+     "        page = slot / args.page_tokens;\n"
+     "        offset = slot - page * args.page_tokens;\n"
+     "    }\n"
+     "    page = args.slot_list \? page : entry;\n"
+     "    return args.kv + (uint64_t)page * args.page_pitch + (uint32_t)(offset * record_bytes);\n"
+     "}\n"
+    },
+    {"reader.cuh", 1,
+     "// The portable reader: sm_80 and up, mma.sync. One block reads one split of one group's tokens for\n"
+     "// KMLA_TILE query vectors (rows x heads of one request, row-major).\n"
+     "//\n"
+     "// Operands are swapped: tokens are the M side of S^T = K q^T, latent dims the M side of\n"
+     "// O^T = V^T P^T, vectors the N side, whose step is 8. So each record is converted once a block, from\n"
+     "// raw bytes straight into fragments, and 99 heads pad to 104, not to 128.\n"
+     "//\n"
+     "// A step is 32 tokens. Its warps are 2 halves of the tokens x 4 groups of 128 dims (and 16 rope\n"
+     "// lanes) in QK, 8 slices of 64 dims in PV; in softmax 8 lanes share a vector, 4 tokens each. This\n"
+     "// does not change with KMLA_TILE, so a vector's bits do not depend on how vectors are tiled.\n"
+     "//\n"
+     "// Exactness: codes and a query normalised by a power of two are exact in f16; scales enter in fp32\n"
+     "// after the sum over their group. P is f16, whose range is kept by a reference per vector: a\n"
+     "// token's weight carries the exponent of its largest scale, V only the rest (in (0,1]).\n"
+     "\n"
+     "#ifdef KMLA_TILE // an image holds one reader, or all of the support kernels\n"
+     "\n"
+     "constexpr int kTile = KMLA_TILE;\n"
+     "constexpr int kColumns = kTile / 8; // N steps of a tile\n"
+     "constexpr bool kPacked = KMLA_KV_FORMAT == KMLA_KV_PACKED;\n"
+     "constexpr bool kE4m3 = KMLA_KV_FORMAT == KMLA_KV_E4M3;\n"
+     "constexpr bool kBf16 = KMLA_KV_FORMAT == KMLA_KV_BF16;\n"
+     "constexpr int kRecordBytes = kPacked \? KMLA_PACKED_BYTES : kE4m3 \? KMLA_E4M3_BYTES : KMLA_BF16_BYTES;\n"
+     "constexpr int kPitch = kPacked \? KMLA_I_PITCH_PACKED\n"
+     "                       : kE4m3 \? KMLA_I_PITCH_E4M3\n"
+     "                               : KMLA_I_PITCH_BF16;\n"
+     "constexpr int kStages = kPacked \? KMLA_I_STAGES_PACKED\n"
+     "                        : kE4m3 \? KMLA_I_STAGES_E4M3\n"
+     "                                : KMLA_I_STAGES_BF16;\n"
+     "constexpr int kStep = KMLA_I_STEP_TOKENS;\n"
+     "constexpr int kBlocks = KMLA_I_STEP_TOKENS / 16;  // token halves in QK, k16 steps in PV\n"
+     "constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group\n"
+     "constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes\n"
+     "constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;\n"
+     "constexpr int kLanesPerVector = 8;\n"
+     "constexpr int kBlocksPerSm = kTile <= 16 && !kBf16 \? 2 : 1;\n"
+     "\n"
+     "// ---- shared memory, in this order; the host computes the same sum\n"
+     "\n"
+     "constexpr int kScoresAt = kStages * kStep * kPitch;                  // fp32 [4][tile][36]\n"
+     "constexpr int kWeightsAt = kScoresAt + kGroups * kTile * KMLA_I_SCORE_PITCH * 4; // [1|2][tile][40]\n"
+     "constexpr int kRatiosAt = kWeightsAt + kTile * KMLA_I_WEIGHT_PITCH * 2 * (kBf16 \? 2 : 1);\n"
+     "constexpr int kExponentsAt = kRatiosAt + (kPacked \? kStep * kGroups * 2 : 0); // f16 [4][32]\n"
+     "constexpr int kFactorsAt = kExponentsAt + (kPacked \? kStep * 4 : 0);          // fp32 [32]\n"
+     "constexpr int kAmaxAt = kFactorsAt + kTile * 4;                               // fp32 [tile]\n"
+     "constexpr int kMiscAt = kAmaxAt + kGroups * kTile * 4;                        // fp32 [4][tile]\n"
+     "static_assert(kMiscAt + KMLA_I_MISC_BYTES == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "// Query fragments pass through the last stage and the scores on their way to registers.\n"
+     "constexpr int kQueryAt = (kStages - 1) * kStep * kPitch;\n"
+     "static_assert(kQueryAt + kTile * KMLA_QUERY_DIMS * 2 <= kWeightsAt, \"the query fits\");\n"
+     "static_assert(kStages * 16 + 16 <= KMLA_I_MISC_BYTES,\n"
+     "              \"misc holds a barrier and 8 mask bytes a stage, and the tile's bounds\");\n"
+     "\n"
+     "struct reader_state {\n"
+     "    // Where the thread is.\n"
+     "    int lane, warp;\n"
+     "    int row_in_quad, column; // of mma fragments: lane / 4, lane % 4\n"
+     "    // What the block reads.\n"
+     "    int group, first_row, rows, vectors;       // vectors = rows * heads of the group\n"
+     "    int first_vector;                          // of the tile\n"
+     "    int split;\n"
+     "    // Fragments that live through the loop.\n"
+     "    uint32_t query[kQuerySteps][kColumns][2];\n"
+     "    float out[4][kColumns][4]; // O^T of 64 dims: tile j has dims 8 * row_in_quad + 2j and + 2j + 1\n"
+    },
+    {"reader.cuh", 65,
+     "    // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.\n"
+     "    token_range range;\n"
+     "    float scale;            // of scores, to log2 units\n"
+     "    float weight_reference; // log2; weights are exp2(score + exponent - weight_reference)\n"
+     "    float sum_reference;    // log2; sum has exp2(score - sum_reference)\n"
+     "    float sum;\n"
+     "};\n"
+     "\n"
+     "KMLA_DEVICE uint8_t* stage_of(int step) { return shared_memory() + step % kStages * kStep * kPitch; }\n"
+     "KMLA_DEVICE float* scores_of(int group) {\n"
+     "    return (float*)(shared_memory() + kScoresAt) + group * kTile * KMLA_I_SCORE_PITCH;\n"
+     "}\n"
+     "KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }\n"
+     "KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }\n"
+     "// Largest magnitude of each vector's dims of one group (and its 16 rope lanes).\n"
+     "KMLA_DEVICE float* amax_of(int group) {\n"
+     "    return (float*)(shared_memory() + kAmaxAt) + group * kTile;\n"
+     "}\n"
+     "KMLA_DEVICE uint64_t* arrival_of(int step) {\n"
+     "    return (uint64_t*)(shared_memory() + kMiscAt) + step % kStages;\n"
+     "}\n"
+     "// Byte w of 8: which of tokens 4w..4w+3 of the step exist.\n"
+     "KMLA_DEVICE uint8_t* token_masks_of(int step) {\n"
+     "    return shared_memory() + kMiscAt + kStages * 8 + step % kStages * 8;\n"
+     "}\n"
+     "\n"
+     "// The tile's tokens: the union of its vectors' ranges, and their intersection, where every vector\n"
+     "// sees every token.\n"
+     "struct tile_bounds {\n"
+     "    int begin, end, full_begin, full_end;\n"
+     "};\n"
+     "KMLA_DEVICE tile_bounds& bounds() {\n"
+     "    return *(tile_bounds*)(shared_memory() + kMiscAt + kStages * 16);\n"
+     "}\n"
+     "\n"
+     "// ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV\n"
+     "//\n"
+     "// Lane l holds vector 8j + l/4 and, of 16 dims, dims 4(l%4)..+3: the k order of the records' 4-byte\n"
+     "// words, so that A fragments need no shuffling. Warps are 2 x 4 groups of dims; each of the two\n"
+     "// loads every other column j, and they exchange through shared memory.\n"
+     "\n"
+     "constexpr int kMyColumns = (kColumns + 1) / 2;\n"
+     "\n"
+     "KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {\n"
+     "    float x[4];\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        x[i] = e4m3_to_float(codes >> (8 * i) & 0xFF) * scale;\n"
+     "    }\n"
+     "    return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};\n"
+     "}\n"
+     "\n"
+     "// One lane's dims of one vector, exactly, as BF16. An E4M3 query's one scale is in score_scale.\n"
+     "KMLA_DEVICE void load_query_vector(const kmla_i_reader_args& args, uint64_t record, int group,\n"
+     "                                   int column, word2 (&query)[kQuerySteps]) {\n"
+     "    int latent = group * KMLA_GROUP_DIMS + 4 * column, rope = 16 * group + 4 * column;\n"
+     "    if (args.query_format == KMLA_QUERY_BF16) {\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kLatentSteps; k++) {\n"
+     "            query[k] = *(const word2*)(record + 2 * (latent + 16 * k));\n"
+     "        }\n"
+     "        query[kLatentSteps] = *(const word2*)(record + 2 * (KMLA_LATENT_DIMS + rope));\n"
+     "        return;\n"
+     "    }\n"
+     "    bool packed = args.query_format == KMLA_QUERY_PACKED;\n"
+     "    float scale = packed \? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[group] : 1.0f;\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kLatentSteps; k++) {\n"
+     "        query[k] = codes_to_bf16(*(const uint32_t*)(record + latent + 16 * k), scale);\n"
+     "    }\n"
+     "    if (packed) {\n"
+     "        query[kLatentSteps] = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);\n"
+     "    } else {\n"
+     "        query[kLatentSteps] =\n"
+     "            codes_to_bf16(*(const uint32_t*)(record + KMLA_LATENT_DIMS + rope), 1.0f);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {\n"
+     "    pair &= 0x7FFF7FFFu;\n"
+     "    return maximum(amax, maximum(bf16_low(pair), bf16_high(pair)));\n"
+     "}\n"
+     "\n"
+     "// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.\n"
+     "KMLA_DEVICE float query_amax(const word2 (&query)[kQuerySteps], int steps) {\n"
+     "    float amax = 0;\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        if (k < steps) {\n"
+     "            amax = amax_of_pair(amax_of_pair(amax, query[k].x), query[k].y);\n"
+     "        }\n"
+     "    }\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
+    },
+    {"reader.cuh", 157,
+     "    return maximum(amax, shuffle_xor(amax, 2));\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {\n"
+     "    return pack_bf16(round_to_e4m3(bf16_low(pair) * inverse) * scale,\n"
+     "                     round_to_e4m3(bf16_high(pair) * inverse) * scale);\n"
+     "}\n"
+     "\n"
+     "// What the packed query writer would store, read back: exact in BF16.\n"
+     "KMLA_DEVICE void round_query_to_packed(word2 (&query)[kQuerySteps]) {\n"
+     "    float amax = query_amax(query, kLatentSteps);\n"
+     "    const float largest = bits_float(0x7F7FFFFFu);\n"
+     "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
+     "    float inverse = power_of_two_inverse(scale);\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kLatentSteps; k++) {\n"
+     "        query[k].x = round_pair_to_e4m3(query[k].x, scale, inverse);\n"
+     "        query[k].y = round_pair_to_e4m3(query[k].y, scale, inverse);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Exponent field of the power of two that a vector's query is divided by, so that its largest\n"
+     "// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.\n"
+     "KMLA_DEVICE int norm_exponent(int n) {\n"
+     "    float amax = maximum(maximum(amax_of(0)[n], amax_of(1)[n]),\n"
+     "                         maximum(amax_of(2)[n], amax_of(3)[n]));\n"
+     "    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "}\n"
+     "KMLA_DEVICE float norm_of(int n) { return bits_float((uint32_t)(norm_exponent(n) - 14) << 23); }\n"
+     "\n"
+     "KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {\n"
+     "    float low = bf16_low(pair) * factor, high = bf16_high(pair) * factor;\n"
+     "    return to_f16 \? pack_f16(low, high) : pack_bf16(low, high);\n"
+     "}\n"
+     "\n"
+     "// The fragments of k16 step k and column j, 8 bytes a lane.\n"
+     "KMLA_DEVICE word2* staged_query(int group, int k, int j, int lane) {\n"
+     "    return (word2*)(shared_memory() + kQueryAt) +\n"
+     "           ((group * kQuerySteps + k) * kColumns + j) * 32 + lane;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    int group = s.warp % kGroups, half = s.warp / kGroups;\n"
+     "    word2 query[kMyColumns][kQuerySteps];\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < kMyColumns; i++) {\n"
+     "        int n = 8 * (2 * i + half) + s.row_in_quad, vector = s.first_vector + n;\n"
+     "        if (n < kTile && vector < s.vectors) {\n"
+     "            uint64_t record = args.query +\n"
+     "                              (s.first_row + vector / args.heads) * args.query_row_stride +\n"
+     "                              vector % args.heads * args.query_head_stride;\n"
+     "            load_query_vector(args, record, group, s.column, query[i]);\n"
+     "        } else {\n"
+     "            for (int k = 0; k < kQuerySteps; k++) {\n"
+     "                query[i][k] = word2{0, 0};\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < kMyColumns; i++) {\n"
+     "        int n = 8 * (2 * i + half) + s.row_in_quad;\n"
+     "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {\n"
+     "            round_query_to_packed(query[i]);\n"
+     "        }\n"
+     "        float amax = query_amax(query[i], kQuerySteps);\n"
+     "        if (n < kTile && s.column == 0) {\n"
+     "            amax_of(group)[n] = amax;\n"
+     "        }\n"
+     "    }\n"
+     "    sync_block();\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < kMyColumns; i++) {\n"
+     "        int j = 2 * i + half;\n"
+     "        if (j >= kColumns) {\n"
+     "            continue;\n"
+     "        }\n"
+     "        float factor = bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad))\n"
+     "                                  << 23);\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kQuerySteps; k++) {\n"
+     "            word2 pair = query[i][k];\n"
+     "            bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV\n"
+     "            if (!kBf16) {\n"
+     "                pair.x = normalise_pair(pair.x, factor, to_f16);\n"
+     "                pair.y = normalise_pair(pair.y, factor, to_f16);\n"
+     "            }\n"
+     "            *staged_query(group, k, j, s.lane) = pair;\n"
+     "        }\n"
+     "    }\n"
+     "    sync_block();\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        for (int j = 0; j < kColumns; j++) {\n"
+     "            word2 pair = *staged_query(group, k, j, s.lane);\n"
+     "            s.query[k][j][0] = pair.x;\n"
+    },
+    {"reader.cuh", 252,
+     "            s.query[k][j][1] = pair.y;\n"
+     "        }\n"
+     "    }\n"
+     "    int n = thread_index() / kLanesPerVector;\n"
+     "    s.scale = args.score_scale;\n"
+     "    if (!kBf16 && n < kTile) {\n"
+     "        s.scale *= norm_of(n);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- ranges\n"
+     "\n"
+     "KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {\n"
+     "    return tile_bounds{minimum(a.begin, b.begin), maximum(a.end, b.end),\n"
+     "                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};\n"
+     "}\n"
+     "\n"
+     "// Each thread's vector's range, and the tile's bounds.\n"
+     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    int n = thread_index() / kLanesPerVector;\n"
+     "    int vector = s.first_vector + n;\n"
+     "    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};\n"
+     "    s.range = token_range{0, 0};\n"
+     "    if (n < kTile && vector < s.vectors) {\n"
+     "        int i = vector / args.heads;\n"
+     "        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);\n"
+     "        s.range = split_range(args, row, s.split);\n"
+     "        mine.full_begin = s.range.begin;\n"
+     "        mine.full_end = s.range.end;\n"
+     "        if (s.range.begin < s.range.end) {\n"
+     "            mine.begin = s.range.begin;\n"
+     "            mine.end = s.range.end;\n"
+     "        }\n"
+     "    }\n"
+     "    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {\n"
+     "        tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),\n"
+     "                             (int)shuffle_xor((uint32_t)mine.end, mask),\n"
+     "                             (int)shuffle_xor((uint32_t)mine.full_begin, mask),\n"
+     "                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};\n"
+     "        mine = join(mine, other);\n"
+     "    }\n"
+     "    // Over the block, through the score buffer, which is not in use yet.\n"
+     "    tile_bounds* of_warp = (tile_bounds*)scores_of(0);\n"
+     "    if (s.lane == 0) {\n"
+     "        of_warp[s.warp] = mine;\n"
+     "    }\n"
+     "    sync_block();\n"
+     "    if (thread_index() == 0) {\n"
+     "        for (int w = 1; w < KMLA_I_READER_THREADS / 32; w++) {\n"
+     "            mine = join(mine, of_warp[w]);\n"
+     "        }\n"
+     "        bounds() = mine;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- KV to shared memory\n"
+     "\n"
+     "// A step that lies in one page of packed records is one bulk copy, where there are such.\n"
+     "KMLA_DEVICE bool copies_in_bulk(const kmla_i_reader_args& args) {\n"
+     "    return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && !args.slot_list &&\n"
+     "           args.page_tokens % kStep == 0;\n"
+     "}\n"
+     "\n"
+     "// The warp that starts the step's bulk copy.\n"
+     "KMLA_DEVICE bool is_copier(const reader_state& s, int step) {\n"
+     "    return s.warp == KMLA_I_READER_THREADS / 32 - 1 - step % 2;\n"
+     "}\n"
+     "\n"
+     "// The table look-up for the step that begins at `token`, a step ahead of the copy that needs it: the\n"
+     "// entry of the token that this lane answers for (lanes l and l + 4 the same), -1 if not wanted.\n"
+     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {\n"
+     "    int mine = copies_in_bulk(args) \? token : token + 4 * s.warp + s.lane % 4;\n"
+     "    bool wanted = mine < bounds().end && (copies_in_bulk(args) || mine >= bounds().begin);\n"
+     "    return wanted \? table_entry(args, s.group, mine) : -1;\n"
+     "}\n"
+     "\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "// One warp copies the records of tokens [begin, end) of the step.\n"
+     "KMLA_DEVICE void start_bulk_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
+     "                                 int token, int entry) {\n"
+     "    int first = maximum(bounds().begin - token, 0);\n"
+     "    int last = entry < 0 \? first : minimum(bounds().end - token, kStep);\n"
+     "    if (s.lane < kStep / 4) {\n"
+     "        uint32_t from_first = 0xFu << maximum(first - 4 * s.lane, 0);\n"
+     "        uint32_t to_last = 0xFu >> maximum(4 * s.lane + 4 - last, 0);\n"
+     "        bool any = first < 4 * s.lane + 4 && last > 4 * s.lane;\n"
+     "        token_masks_of(step)[s.lane] = (uint8_t)(any \? from_first & to_last & 0xF : 0);\n"
+     "    }\n"
+     "    if (s.lane == 0) {\n"
+     "        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);\n"
+     "        barrier_arrive_expect(arrival_of(step), bytes);\n"
+     "        if (bytes) {\n"
+     "            uint64_t from = record_address(args, entry, token + first, kRecordBytes);\n"
+    },
+    {"reader.cuh", 345,
+     "            copy_bulk(stage_of(step) + first * kPitch, (const void*)from, bytes, arrival_of(step));\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "#endif\n"
+     "\n"
+     "// Every warp copies four records, 16 bytes a lane; one that does not exist becomes zeros.\n"
+     "KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                     int step, int token, int entry) {\n"
+     "    uint32_t exists = ballot(entry >= 0) & 0xF;\n"
+     "    uint64_t address =\n"
+     "        record_address(args, entry, token + 4 * s.warp + s.lane % 4, kRecordBytes);\n"
+     "    address = entry >= 0 \? address : 0;\n"
+     "    if (s.lane == 0) {\n"
+     "        token_masks_of(step)[s.warp] = (uint8_t)exists;\n"
+     "    }\n"
+     "    uint8_t* stage = stage_of(step) + 4 * s.warp * kPitch;\n"
+     "#pragma unroll 1\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        uint64_t record = shuffle(address, i);\n"
+     "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
+     "            copy_async_16(stage + i * kPitch + at, (const void*)((record \? record : args.kv) + at),\n"
+     "                          record != 0);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Starts the copy of the step that begins at `token` and looks the next one up. Tokens outside the\n"
+     "// tile's bounds are not read.\n"
+     "KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
+     "                           int token, int entry) {\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    if (copies_in_bulk(args)) {\n"
+     "        if (is_copier(s, step)) {\n"
+     "            start_bulk_copy(args, s, step, token, entry);\n"
+     "        }\n"
+     "        return is_copier(s, step + 1) \? look_up(args, s, token + kStep) : -1;\n"
+     "    }\n"
+     "#endif\n"
+     "    start_record_copies(args, s, step, token, entry);\n"
+     "    return look_up(args, s, token + kStep);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void wait_for_copy(const kmla_i_reader_args& args, int step) {\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    if (copies_in_bulk(args)) {\n"
+     "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n"
+     "        return;\n"
+     "    }\n"
+     "#endif\n"
+     "    copy_async_wait<kStages - 2>();\n"
+     "}\n"
+     "\n"
+     "// ---- QK: S^T of 16 tokens x the tile over one group of dims, into the score buffer\n"
+     "\n"
+     "// A fragment of 16 tokens x 16 dims from the records of tokens row_in_quad and + 8.\n"
+     "KMLA_DEVICE void load_codes_fragment(const uint8_t* at, uint32_t (&a)[4]) {\n"
+     "    uint32_t low[2], high[2];\n"
+     "    e4m3x4_to_f16(*(const uint32_t*)at, low);\n"
+     "    e4m3x4_to_f16(*(const uint32_t*)(at + 8 * kPitch), high);\n"
+     "    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_bf16_fragment(const uint8_t* at, uint32_t (&a)[4]) {\n"
+     "    word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);\n"
+     "    a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;\n"
+     "}\n"
+     "\n"
+     "// Sums of codes times the tokens' scales of the group: sums of numbers.\n"
+     "KMLA_DEVICE void scale_scores(const uint8_t* record, int group, float (&score)[kColumns][4]) {\n"
+     "    const uint8_t* at = record + KMLA_PACKED_SCALE_OFFSET + 4 * group;\n"
+     "    float scale[2] = {*(const float*)at, *(const float*)(at + 8 * kPitch)};\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 4; i++) {\n"
+     "            score[j][i] *= scale[i / 2];\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {\n"
+     "    int group = s.warp % kGroups, token = s.warp / kGroups * 16 + s.row_in_quad;\n"
+     "    const uint8_t* record = stage + token * kPitch;\n"
+     "    float score[kColumns][4];\n"
+     "    uint32_t a[4];\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 4; i++) {\n"
+     "            score[j][i] = 0;\n"
+     "        }\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        bool rope = k == kLatentSteps;\n"
+     "        int dim = rope \? KMLA_LATENT_DIMS + 16 * group : group * KMLA_GROUP_DIMS + 16 * k;\n"
+     "        dim += 4 * s.column;\n"
+     "        if (kBf16) {\n"
+     "            load_bf16_fragment(record + 2 * dim, a);\n"
+     "        } else if (kPacked && rope) {\n"
+     "            scale_scores(record, group, score); // the rope has none\n"
+     "            load_bf16_fragment(record + KMLA_PACKED_ROPE_OFFSET + 2 * (dim - KMLA_LATENT_DIMS), a);\n"
+     "        } else {\n"
+    },
+    {"reader.cuh", 447,
+     "            load_codes_fragment(record + dim, a);\n"
+     "        }\n"
+     "#pragma unroll\n"
+     "        for (int j = 0; j < kColumns; j++) {\n"
+     "            if (kBf16 || (kPacked && rope)) {\n"
+     "                mma_bf16(score[j], a, s.query[k][j][0], s.query[k][j][1]);\n"
+     "            } else {\n"
+     "                mma_f16(score[j], a, s.query[k][j][0], s.query[k][j][1]);\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "    float* scores = scores_of(group);\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 4; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i % 2;\n"
+     "            scores[n * KMLA_I_SCORE_PITCH + token + i / 2 * 8] = score[j][i];\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- scales of packed records: 2^exponent goes with the token's weight, the rest with V\n"
+     "\n"
+     "// Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio\n"
+     "// scale / 2^e. A token that does not exist has ratio 0, and so has a scale that is no number: such\n"
+     "// a token's score is none either, which is what its readers get. Each warp takes four tokens, a\n"
+     "// lane one scale.\n"
+     "KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage, const uint8_t* masks) {\n"
+     "    if (!kPacked) {\n"
+     "        return;\n"
+     "    }\n"
+     "    int group = s.lane % 4, i = s.lane / 4 % 4, token = 4 * s.warp + i;\n"
+     "    float scale = *(const float*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET + 4 * group);\n"
+     "    bool number = (masks[s.warp] >> i & 1) && (float_bits(scale) & 0x7FFFFFFFu) < 0x7F800000u;\n"
+     "    scale = number \? scale : 0;\n"
+     "    uint32_t largest = float_bits(scale) & 0x7FFFFFFFu;\n"
+     "    largest = maximum(largest, shuffle_xor(largest, 1));\n"
+     "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
+     "    int exponent = largest == 0 \? 0 : minimum((int)((largest + 0x007FFFFFu) >> 23) - 127, 126);\n"
+     "    // In two factors, so that none leaves fp32's range.\n"
+     "    float first = bits_float((uint32_t)(127 - exponent / 2) << 23);\n"
+     "    float second = bits_float((uint32_t)(127 - (exponent - exponent / 2)) << 23);\n"
+     "    if (s.lane < 16) {\n"
+     "        uint16_t* ratios = (uint16_t*)(shared_memory() + kRatiosAt);\n"
+     "        ratios[group * kStep + token] = (uint16_t)pack_f16(scale * first * second, 0.0f);\n"
+     "        if (group == 0) {\n"
+     "            ((float*)(shared_memory() + kExponentsAt))[token] = (float)exponent;\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- softmax: 8 lanes a vector, 4 tokens a lane\n"
+     "\n"
+     "// True if some lane of the warp has a score that its vector's reference cannot take.\n"
+     "KMLA_DEVICE bool outgrown(const float (&x)[4], float reference) {\n"
+     "    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));\n"
+     "    return top > reference + KMLA_I_REFERENCE_GROWTH;\n"
+     "}\n"
+     "\n"
+     "// A new reference for a vector whose maximum has outgrown the old one; returns what old sums times.\n"
+     "KMLA_DEVICE float raise_reference(const float (&x)[4], float& reference) {\n"
+     "    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));\n"
+     "    top = maximum(top, shuffle_xor(top, 1));\n"
+     "    top = maximum(top, shuffle_xor(top, 2));\n"
+     "    top = maximum(top, shuffle_xor(top, 4));\n"
+     "    if (!(top > reference + KMLA_I_REFERENCE_GROWTH)) {\n"
+     "        return 1.0f;\n"
+     "    }\n"
+     "    float raised = top - KMLA_I_REFERENCE_BELOW;\n"
+     "    float factor = exp2_fast(reference - raised);\n"
+     "    reference = raised;\n"
+     "    return factor;\n"
+     "}\n"
+     "\n"
+     "// exp2(x - reference); a vector that has seen no token yet has no reference, and only -inf.\n"
+     "KMLA_DEVICE void exponentials(const float (&x)[4], float reference, float (&p)[4]) {\n"
+     "    float base = reference == -infinity() \? 0 : reference;\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        p[i] = exp2_fast(x[i] - base);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.\n"
+     "// `masked`: some vector may not see some token.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* masks) {\n"
+     "    int n = thread_index() / kLanesPerVector, quad = thread_index() % kLanesPerVector;\n"
+     "    if (n >= kTile) {\n"
+     "        return false;\n"
+     "    }\n"
+     "    float x[4] = {0, 0, 0, 0}, y[4], p[4];\n"
+     "#pragma unroll\n"
+    },
+    {"reader.cuh", 539,
+     "    for (int g = 0; g < kGroups; g++) {\n"
+     "        word4 part = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);\n"
+     "        x[0] += bits_float(part.x), x[1] += bits_float(part.y);\n"
+     "        x[2] += bits_float(part.z), x[3] += bits_float(part.w);\n"
+     "    }\n"
+     "    uint32_t exists = masked \? masks[quad] : 0xF;\n"
+     "    word4 exponents = {0, 0, 0, 0};\n"
+     "    if (kPacked) {\n"
+     "        exponents = ((const word4*)(shared_memory() + kExponentsAt))[quad];\n"
+     "    }\n"
+     "    float exponent[4] = {bits_float(exponents.x), bits_float(exponents.y), bits_float(exponents.z),\n"
+     "                         bits_float(exponents.w)};\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        int token = first_token + 4 * quad + i;\n"
+     "        bool visible = token >= s.range.begin && token < s.range.end && (exists >> i & 1);\n"
+     "        x[i] = !masked || visible \? x[i] * s.scale : -infinity();\n"
+     "        y[i] = x[i] + exponent[i];\n"
+     "    }\n"
+     "    float sum_factor = 1, factor = 1;\n"
+     "    bool grown = outgrown(x, s.sum_reference) || (kPacked && outgrown(y, s.weight_reference));\n"
+     "    if (ballot(grown)) {\n"
+     "        sum_factor = factor = raise_reference(x, s.sum_reference);\n"
+     "        if (kPacked) {\n"
+     "            factor = raise_reference(y, s.weight_reference);\n"
+     "        }\n"
+     "    }\n"
+     "    exponentials(x, s.sum_reference, p);\n"
+     "    s.sum = s.sum * sum_factor + ((p[0] + p[1]) + (p[2] + p[3]));\n"
+     "    if (kPacked) {\n"
+     "        exponentials(y, s.weight_reference, p);\n"
+     "    }\n"
+     "    uint16_t* to = weights() + n * KMLA_I_WEIGHT_PITCH + 4 * quad;\n"
+     "    if (kBf16) { // BF16 has fp32's range but 8 bits: two terms\n"
+     "        word2 high = {pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3])};\n"
+     "        word2 low = {pack_bf16(p[0] - bf16_low(high.x), p[1] - bf16_high(high.x)),\n"
+     "                     pack_bf16(p[2] - bf16_low(high.y), p[3] - bf16_high(high.y))};\n"
+     "        *(word2*)to = high;\n"
+     "        *(word2*)(to + kTile * KMLA_I_WEIGHT_PITCH) = low;\n"
+     "    } else {\n"
+     "        *(word2*)to = word2{pack_f16(p[0], p[1]), pack_f16(p[2], p[3])};\n"
+     "    }\n"
+     "    if (quad == 0) {\n"
+     "        factors()[n] = factor;\n"
+     "    }\n"
+     "    return factor != 1.0f;\n"
+     "}\n"
+     "\n"
+     "// ---- PV: O^T of the warp's 64 dims\n"
+     "\n"
+     "KMLA_DEVICE void rescale_out(reader_state& s) {\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        float low = factors()[8 * j + 2 * s.column], high = factors()[8 * j + 2 * s.column + 1];\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            s.out[m][j][0] *= low, s.out[m][j][1] *= high;\n"
+     "            s.out[m][j][2] *= low, s.out[m][j][3] *= high;\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// NaN and infinity to 0, lane by lane.\n"
+     "KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {\n"
+     "    uint32_t bad = (((pair & 0x7F807F80u) + 0x00800080u) & 0x80008000u) >> 15;\n"
+     "    return pair & ~(bad * 0xFFFFu);\n"
+     "}\n"
+     "\n"
+     "// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose\n"
+     "// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not\n"
+     "// reach it; a vector that does see the token has its NaN from the score.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t ratio_low, uint32_t ratio_high,\n"
+     "                                  uint32_t (&a)[4][4]) {\n"
+     "    const uint32_t largest = 0x7BFF7BFFu; // 65504\n"
+     "    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),\n"
+     "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
+     "#pragma unroll\n"
+     "    for (int half = 0; half < 2; half++) {\n"
+     "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
+     "        uint32_t woven[4] = {\n"
+     "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
+     "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
+     "#pragma unroll\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            uint32_t pair[2];\n"
+     "            e4m3x4_to_f16(woven[m], pair);\n"
+     "            for (int i = 0; i < 2; i++) {\n"
+     "                uint32_t value =\n"
+     "                    kPacked \? multiply_f16x2(pair[i], half \? ratio_high : ratio_low) : pair[i];\n"
+    },
+    {"reader.cuh", 627,
+     "                a[m][2 * half + i] = masked \? minimum_f16x2(value, largest) : value;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
+     "#pragma unroll\n"
+     "    for (int half = 0; half < 2; half++) {\n"
+     "        word4 even = *(const word4*)(at + 8 * half * kPitch);\n"
+     "        word4 odd = *(const word4*)(at + (8 * half + 1) * kPitch);\n"
+     "        uint32_t e[4] = {even.x, even.y, even.z, even.w}, o[4] = {odd.x, odd.y, odd.z, odd.w};\n"
+     "#pragma unroll\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            uint32_t low = permute_bytes(e[m], o[m], 0x5410);\n"
+     "            uint32_t high = permute_bytes(e[m], o[m], 0x7632);\n"
+     "            a[m][2 * half] = masked \? only_numbers_bf16(low) : low;\n"
+     "            a[m][2 * half + 1] = masked \? only_numbers_bf16(high) : high;\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Weights as B fragments of one column of vectors. FP8 KV: registers 2k and 2k + 1 are k16 step k's,\n"
+     "// all 32 tokens at once. BF16 KV: the two of step k's high term, then the two of its low term.\n"
+     "KMLA_DEVICE void load_weights(const reader_state& s, int k, uint32_t (&weight)[kColumns][4]) {\n"
+     "    int matrix = s.lane / 8;\n"
+     "    int term = kBf16 \? matrix / 2 : 0, token = kBf16 \? 16 * k + matrix % 2 * 8 : matrix * 8;\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        int row = term * kTile + 8 * j + s.lane % 8;\n"
+     "        load_matrix_x4(weight[j], weights() + row * KMLA_I_WEIGHT_PITCH + token);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {\n"
+     "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
+     "    const uint32_t* ratios =\n"
+     "        (const uint32_t*)(shared_memory() + kRatiosAt) + s.warp / 2 * (kStep / 2);\n"
+     "    uint32_t weight[kColumns][4];\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kBlocks; k++) {\n"
+     "        const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;\n"
+     "        uint32_t a[4][4];\n"
+     "        if (kBf16 || k == 0) {\n"
+     "            load_weights(s, k, weight);\n"
+     "        }\n"
+     "        if (kBf16) {\n"
+     "            load_bf16_values<masked>(records + 2 * dim, a);\n"
+     "        } else {\n"
+     "            uint32_t ratio[2] = {0, 0};\n"
+     "            if (kPacked) {\n"
+     "                ratio[0] = ratios[8 * k + s.column];\n"
+     "                ratio[1] = ratios[8 * k + s.column + 4];\n"
+     "            }\n"
+     "            load_code_values<masked>(records + dim, ratio[0], ratio[1], a);\n"
+     "        }\n"
+     "#pragma unroll\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "#pragma unroll\n"
+     "            for (int j = 0; j < kColumns; j++) {\n"
+     "                if (kBf16) {\n"
+     "                    mma_bf16(s.out[m][j], a[m], weight[j][0], weight[j][1]);\n"
+     "                    mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);\n"
+     "                } else {\n"
+     "                    mma_f16(s.out[m][j], a[m], weight[j][2 * k], weight[j][2 * k + 1]);\n"
+     "                }\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- results\n"
+     "\n"
+     "// Index of a partial: [S][R][H].\n"
+     "KMLA_DEVICE int64_t part_index(const kmla_i_reader_args& args, int split, int64_t row, int head) {\n"
+     "    return (split * (int64_t)args.rows + row) * args.heads + head;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,\n"
+     "                           float lse) {\n"
+     "    if (args.splits > 1) {\n"
+     "        ((float*)args.part_lse)[part_index(args, split, row, head)] = lse;\n"
+     "    } else if (args.lse) {\n"
+     "        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// The split's lse of each vector, and through `factors` what its accumulators times; negative\n"
+     "// means that it saw no token.\n"
+     "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    const float ln_2 = 0.693147181f;\n"
+     "    int n = thread_index() / kLanesPerVector;\n"
+     "    if (n >= kTile) {\n"
+     "        return;\n"
+     "    }\n"
+     "    s.sum += shuffle_xor(s.sum, 1);\n"
+     "    s.sum += shuffle_xor(s.sum, 2);\n"
+     "    s.sum += shuffle_xor(s.sum, 4);\n"
+     "    int vector = s.first_vector + n;\n"
+     "    if (thread_index() % kLanesPerVector != 0 || vector >= s.vectors) {\n"
+     "        return;\n"
+     "    }\n"
+    },
+    {"reader.cuh", 729,
+     "    bool empty = s.sum == 0;\n"
+     "    float lse = empty \? -infinity() : (s.sum_reference + log2_fast(s.sum)) * ln_2;\n"
+     "    float factor = args.kv_scale;\n"
+     "    if (kPacked) { // the two references differ by about the exponent of the scales\n"
+     "        factor = exp2_fast(s.weight_reference - s.sum_reference);\n"
+     "    }\n"
+     "    factors()[n] = empty \? -1.0f : divide(factor, s.sum);\n"
+     "    store_lse(args, s.split, s.first_row + vector / args.heads, vector % args.heads, lse);\n"
+     "}\n"
+     "\n"
+     "// Eight neighbouring dims of one vector.\n"
+     "KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {\n"
+     "    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};\n"
+     "    if (type == KMLA_FP32) {\n"
+     "        word4* to = (word4*)((float*)base + index);\n"
+     "        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};\n"
+     "        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};\n"
+     "    } else {\n"
+     "        *(word4*)((uint16_t*)base + index) =\n"
+     "            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),\n"
+     "                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// A vector without tokens gets zeros as its output, but no partial: its weight is 0.\n"
+     "KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "#pragma unroll\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i, vector = s.first_vector + n;\n"
+     "            if (vector >= s.vectors) {\n"
+     "                continue;\n"
+     "            }\n"
+     "            float factor = factors()[n], x[8];\n"
+     "            bool empty = factor < 0;\n"
+     "#pragma unroll\n"
+     "            for (int m = 0; m < 4; m++) {\n"
+     "                x[2 * m] = empty \? 0 : s.out[m][j][i] * factor;\n"
+     "                x[2 * m + 1] = empty \? 0 : s.out[m][j][2 + i] * factor;\n"
+     "            }\n"
+     "            int64_t row = s.first_row + vector / args.heads;\n"
+     "            int head = vector % args.heads;\n"
+     "            if (args.splits == 1) {\n"
+     "                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,\n"
+     "                          args.out_type, x);\n"
+     "            } else if (!empty) {\n"
+     "                int64_t part = part_index(args, s.split, row, head);\n"
+     "                store_out(args.part_out, part * KMLA_LATENT_DIMS + dim, args.partial_type, x);\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- the block\n"
+     "\n"
+     "KMLA_DEVICE void find_rows(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    s.lane = thread_index() % 32;\n"
+     "    s.warp = thread_index() / 32;\n"
+     "    s.row_in_quad = s.lane / 4;\n"
+     "    s.column = s.lane % 4;\n"
+     "    s.group = block_z();\n"
+     "    s.split = block_y();\n"
+     "    s.first_vector = block_x() * kTile;\n"
+     "    s.first_row = s.group * args.rows_per_group;\n"
+     "    s.rows = args.rows_per_group;\n"
+     "    if (args.ragged) {\n"
+     "        const int32_t* offsets = (const int32_t*)args.row_offsets;\n"
+     "        s.first_row = offsets[s.group];\n"
+     "        s.rows = offsets[s.group + 1] - s.first_row;\n"
+     "    }\n"
+     "    s.vectors = s.rows * args.heads;\n"
+     "}\n"
+     "\n"
+     "// Rows behind the last request of a ragged batch: no tokens.\n"
+     "KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {\n"
+     "    int first = ((const int32_t*)args.row_offsets)[args.groups];\n"
+     "    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {\n"
+     "        for (int head = 0; head < args.heads; head++) {\n"
+     "            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};\n"
+     "            int dim = 8 * thread_index();\n"
+     "            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {\n"
+     "                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,\n"
+     "                          args.out_type, zeros);\n"
+     "            }\n"
+     "            if (dim == 0) {\n"
+     "                store_lse(args, block_y(), row, head, -infinity());\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Softmax and PV of a step whose scores are there.\n"
+     "template <bool masked>\n"
+    },
+    {"reader.cuh", 824,
+     "KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,\n"
+     "                              const uint8_t* masks) {\n"
+     "    if (sync_block_or(softmax_step<masked>(s, token, masks))) {\n"
+     "        rescale_out(s);\n"
+     "    }\n"
+     "    multiply_values<masked>(s, stage);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    int first = bounds().begin / kStep * kStep;\n"
+     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "    int entry = look_up(args, s, first);\n"
+     "#pragma unroll 1\n"
+     "    for (int step = 0; step < kStages - 1; step++) {\n"
+     "        if (step < steps) {\n"
+     "            entry = start_copy(args, s, step, first + step * kStep, entry);\n"
+     "        }\n"
+     "        copy_async_commit();\n"
+     "    }\n"
+     "    load_query(args, s);\n"
+     "    for (int step = 0; step < steps; step++) {\n"
+     "        int token = first + step * kStep, ahead = step + kStages - 1;\n"
+     "        const uint8_t* stage = stage_of(step);\n"
+     "        const uint8_t* masks = token_masks_of(step);\n"
+     "        wait_for_copy(args, step);\n"
+     "        sync_block(); // this step is here for all, and all are done with the one before\n"
+     "        if (ahead < steps) {\n"
+     "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
+     "        }\n"
+     "        copy_async_commit();\n"
+     "        split_scales(s, stage, masks);\n"
+     "        multiply_keys(s, stage);\n"
+     "        sync_block();\n"
+     "        if (token >= bounds().full_begin && token + kStep <= bounds().full_end &&\n"
+     "            *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full) {\n"
+     "            weigh_values<false>(s, token, stage, masks);\n"
+     "        } else {\n"
+     "            weigh_values<true>(s, token, stage, masks);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kBlocksPerSm) {\n"
+     "    if (block_z() == args.groups) {\n"
+     "        clear_dead_rows(args);\n"
+     "        return;\n"
+     "    }\n"
+     "    reader_state s;\n"
+     "    find_rows(args, s);\n"
+     "    if (s.first_vector >= s.vectors) {\n"
+     "        return;\n"
+     "    }\n"
+     "    s.weight_reference = s.sum_reference = -infinity();\n"
+     "    s.sum = 0;\n"
+     "#pragma unroll\n"
+     "    for (int m = 0; m < 4; m++) {\n"
+     "        for (int j = 0; j < kColumns; j++) {\n"
+     "            for (int i = 0; i < 4; i++) {\n"
+     "                s.out[m][j][i] = 0;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    if (thread_index() == 0) {\n"
+     "        for (int stage = 0; stage < kStages; stage++) {\n"
+     "            barrier_init(arrival_of(stage), 1);\n"
+     "        }\n"
+     "        barrier_init_fence();\n"
+     "    }\n"
+     "#endif\n"
+     "    find_ranges(args, s);\n"
+     "    sync_block();\n"
+     "    read_tokens(args, s);\n"
+     "    launch_dependents();\n"
+     "    sync_block();\n"
+     "    find_rows(args, s); // again: cheaper than registers through the loop\n"
+     "    finish_softmax(args, s);\n"
+     "    sync_block();\n"
+     "    store_results(args, s);\n"
+     "}\n"
+     "\n"
+     "#endif\n"
+    },
+    {"merge.cuh", 1,
+     "// Weighted sums by log-sum-exp: the merge of a plan's splits.\n"
+     "\n"
+     "#ifndef KMLA_TILE // support kernels\n"
+     "\n"
+     "KMLA_DEVICE float load_number(uint64_t base, int64_t index, int type) {\n"
+     "    if (type == KMLA_FP32) {\n"
+     "        return ((const float*)base)[index];\n"
+     "    }\n"
+     "    return bits_float((uint32_t)((const uint16_t*)base)[index] << 16);\n"
+     "}\n"
+     "\n"
+     "// Four neighbouring elements at once; index is a multiple of 4.\n"
+     "KMLA_DEVICE void load_numbers(uint64_t base, int64_t index, int type, float (&x)[4]) {\n"
+     "    if (type == KMLA_FP32) {\n"
+     "        word4 bits = *(const word4*)((const float*)base + index);\n"
+     "        x[0] = bits_float(bits.x), x[1] = bits_float(bits.y);\n"
+     "        x[2] = bits_float(bits.z), x[3] = bits_float(bits.w);\n"
+     "    } else {\n"
+     "        word2 bits = *(const word2*)((const uint16_t*)base + index);\n"
+     "        x[0] = bf16_low(bits.x), x[1] = bf16_high(bits.x);\n"
+     "        x[2] = bf16_low(bits.y), x[3] = bf16_high(bits.y);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void store_numbers(uint64_t base, int64_t index, int type, const float (&x)[4]) {\n"
+     "    if (type == KMLA_FP32) {\n"
+     "        word4 bits = {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};\n"
+     "        *(word4*)((float*)base + index) = bits;\n"
+     "    } else {\n"
+     "        word2 bits = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};\n"
+     "        *(word2*)((uint16_t*)base + index) = bits;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.\n"
+     "// A part of weight 0 is not read. Parts with a NaN lse make the vector NaN if `keep_nan`; else\n"
+     "// they, and infinite ones, are empty. One block a vector, four dims a thread.\n"
+     "template <bool keep_nan> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
+     "    const float log2_e = 1.44269504f, ln_2 = 0.693147181f;\n"
+     "    int head = block_x(), row = block_y(), dim = thread_index() * 4;\n"
+     "    uint64_t part_lse = args.part_lse + 4 * (row * args.part_lse_row_stride +\n"
+     "                                             head * args.part_lse_head_stride);\n"
+     "    int64_t part_out = row * args.part_row_stride + head * args.part_head_stride + dim;\n"
+     "\n"
+     "    float top = -infinity();\n"
+     "    bool nan = false;\n"
+     "    for (int part = 0; part < args.parts; part++) {\n"
+     "        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);\n"
+     "        nan |= !(lse == lse);\n"
+     "        if (lse < infinity()) {\n"
+     "            top = maximum(top, lse);\n"
+     "        }\n"
+     "    }\n"
+     "    float sum = 0, out[4] = {0, 0, 0, 0};\n"
+     "    for (int part = 0; part < args.parts; part++) {\n"
+     "        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);\n"
+     "        float weight = 0;\n"
+     "        if (lse > -infinity() && lse < infinity()) {\n"
+     "            weight = exp2_fast((lse - top) * log2_e);\n"
+     "        }\n"
+     "        if (weight > 0) {\n"
+     "            float x[4];\n"
+     "            load_numbers(args.part_out, part_out + part * args.part_out_stride, args.part_type, x);\n"
+     "            sum += weight;\n"
+     "            for (int i = 0; i < 4; i++) {\n"
+     "                out[i] += weight * x[i];\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "    float lse = top + log2_fast(sum) * ln_2;\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        out[i] = sum > 0 \? divide(out[i], sum) : 0;\n"
+     "    }\n"
+     "    if (sum == 0) {\n"
+     "        lse = -infinity();\n"
+     "    }\n"
+     "    if (keep_nan && nan) {\n"
+     "        lse = out[0] = out[1] = out[2] = out[3] = bits_float(0x7FFFFFFF);\n"
+     "    }\n"
+     "    store_numbers(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,\n"
+     "                  args.out_type, out);\n"
+     "    if (args.lse && dim == 0) {\n"
+     "        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "    wait_dependency();\n"
+     "    weighted_sum<true>(args);\n"
+     "}\n"
+     "\n"
+     "#endif\n"
+    },
+    {"combine.cuh", 1,
+     "// Combine over the ranks of decode context parallelism: each part is a rank's shard.\n"
+     "\n"
+     "#ifndef KMLA_TILE // support kernels\n"
+     "\n"
+     "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "    weighted_sum<false>(args);\n"
+     "}\n"
+     "\n"
+     "#endif\n"
+    },
+    {"writers.cuh", 1,
+     "// Writers of KV and query records, byte for byte those of the host. One warp a record, 16 latent\n"
+     "// dims a lane, so that 8 lanes share a scale; 2 rope lanes a lane.\n"
+     "\n"
+     "#ifndef KMLA_TILE // support kernels\n"
+     "\n"
+     "KMLA_DEVICE int warp_index() { return thread_index() / 32; }\n"
+     "KMLA_DEVICE int lane_index() { return thread_index() % 32; }\n"
+     "\n"
+     "// The largest magnitude among the numbers of a lane's 16 dims and its 7 group mates'.\n"
+     "KMLA_DEVICE float group_amax(const float (&x)[16]) {\n"
+     "    float amax = 0;\n"
+     "    for (int i = 0; i < 16; i++) {\n"
+     "        amax = maximum(amax, x[i] < 0 \? -x[i] : x[i]);\n"
+     "    }\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 2));\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 4));\n"
+     "    const float largest = bits_float(0x7F7FFFFFu);\n"
+     "    return amax > largest \? largest : amax; // an infinity saturates, it does not blind its group\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_numbers_16(uint64_t base, int64_t index, int type, float (&x)[16]) {\n"
+     "    for (int i = 0; i < 16; i++) {\n"
+     "        x[i] = load_number(base, index + i, type);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Sixteen codes in one store.\n"
+     "KMLA_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[16]) {\n"
+     "    uint32_t word[4];\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        word[i] = code[4 * i] | code[4 * i + 1] << 8 | code[4 * i + 2] << 16 | code[4 * i + 3] << 24;\n"
+     "    }\n"
+     "    *(word4*)to = word4{word[0], word[1], word[2], word[3]};\n"
+     "}\n"
+     "\n"
+     "// BF16 bits are copied as they are, NaN payloads too.\n"
+     "KMLA_DEVICE uint32_t load_bf16_bits(uint64_t base, int64_t index, int type) {\n"
+     "    if (type == KMLA_BF16) {\n"
+     "        return ((const uint16_t*)base)[index];\n"
+     "    }\n"
+     "    return float_to_bf16(((const float*)base)[index]);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void store_bf16(uint8_t* to, uint64_t base, int64_t index, int type, int count) {\n"
+     "    for (int i = 0; i < count; i++) {\n"
+     "        ((uint16_t*)to)[i] = (uint16_t)load_bf16_bits(base, index + i, type);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// A whole record in the E4M3 format, for KV and queries alike: code = E4M3(x / scale).\n"
+     "KMLA_DEVICE void write_e4m3(uint8_t* record, uint64_t latent, int64_t latent_index, uint64_t rope,\n"
+     "                            int64_t rope_index, int type, float scale) {\n"
+     "    int lane = lane_index();\n"
+     "    float x[16];\n"
+     "    uint32_t code[16];\n"
+     "    load_numbers_16(latent, latent_index + 16 * lane, type, x);\n"
+     "    for (int i = 0; i < 16; i++) {\n"
+     "        code[i] = float_to_e4m3(divide(x[i], scale));\n"
+     "    }\n"
+     "    store_codes(record + 16 * lane, code);\n"
+     "    for (int i = 0; i < 2; i++) {\n"
+     "        float r = load_number(rope, rope_index + 2 * lane + i, type);\n"
+     "        record[KMLA_LATENT_DIMS + 2 * lane + i] = (uint8_t)float_to_e4m3(divide(r, scale));\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void write_bf16(uint8_t* record, uint64_t latent, int64_t latent_index, uint64_t rope,\n"
+     "                            int64_t rope_index, int type) {\n"
+     "    int lane = lane_index();\n"
+     "    store_bf16(record + 32 * lane, latent, latent_index + 16 * lane, type, 16);\n"
+     "    store_bf16(record + 2 * KMLA_LATENT_DIMS + 4 * lane, rope, rope_index + 2 * lane, type, 2);\n"
+     "}\n"
+     "\n"
+     "// The packed framing: codes, the group's scale from its first lane, rope.\n"
+     "KMLA_DEVICE void write_packed(uint8_t* record, const uint32_t (&code)[16], float scale,\n"
+     "                              uint64_t rope, int64_t rope_index, int type) {\n"
+     "    int lane = lane_index();\n"
+     "    store_codes(record + 16 * lane, code);\n"
+     "    if (lane % 8 == 0) {\n"
+     "        ((float*)(record + KMLA_PACKED_SCALE_OFFSET))[lane / 8] = scale;\n"
+     "    }\n"
+     "    store_bf16(record + KMLA_PACKED_ROPE_OFFSET + 4 * lane, rope, rope_index + 2 * lane, type, 2);\n"
+     "}\n"
+     "\n"
+     "KMLA_KERNEL(kmla_write_kv, kmla_i_kv_write_args, KMLA_I_SUPPORT_THREADS, 4) {\n"
+     "    int token = block_x() * (KMLA_I_SUPPORT_THREADS / 32) + warp_index();\n"
+     "    if (token >= args.tokens) {\n"
+     "        return;\n"
+     "    }\n"
+     "    int64_t slot = ((const int64_t*)args.slots)[token];\n"
+     "    if (slot < 0 || (uint64_t)slot >= args.kv_slots) {\n"
+     "        return;\n"
+     "    }\n"
+     "    int record_bytes = args.kv_format == KMLA_KV_PACKED \? KMLA_PACKED_BYTES\n"
+     "                       : args.kv_format == KMLA_KV_E4M3 \? KMLA_E4M3_BYTES\n"
+    },
+    {"writers.cuh", 97,
+     "                                                        : KMLA_BF16_BYTES;\n"
+     "    uint8_t* record = (uint8_t*)args.kv + slot / args.page_tokens * args.page_pitch +\n"
+     "                      slot % args.page_tokens * record_bytes;\n"
+     "    int64_t latent = token * args.latent_stride, rope = token * args.rope_stride;\n"
+     "    if (args.kv_format == KMLA_KV_E4M3) {\n"
+     "        write_e4m3(record, args.latent, latent, args.rope, rope, args.source_type, args.kv_scale);\n"
+     "    } else if (args.kv_format == KMLA_KV_BF16) {\n"
+     "        write_bf16(record, args.latent, latent, args.rope, rope, args.source_type);\n"
+     "    } else {\n"
+     "        float x[16];\n"
+     "        uint32_t code[16];\n"
+     "        load_numbers_16(args.latent, latent + 16 * lane_index(), args.source_type, x);\n"
+     "        const float smallest_normal = bits_float(0x00800000u);\n"
+     "        float scale = maximum(divide(group_amax(x), 448.0f), smallest_normal);\n"
+     "        if (args.power_of_two) {\n"
+     "            scale = round_up_to_power_of_two(scale);\n"
+     "        }\n"
+     "        for (int i = 0; i < 16; i++) {\n"
+     "            code[i] = float_to_e4m3(divide(x[i], scale));\n"
+     "        }\n"
+     "        write_packed(record, code, scale, args.rope, rope, args.source_type);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_KERNEL(kmla_write_query, kmla_i_query_write_args, KMLA_I_SUPPORT_THREADS, 4) {\n"
+     "    int vector = block_x() * (KMLA_I_SUPPORT_THREADS / 32) + warp_index();\n"
+     "    if (vector >= args.rows * args.heads) {\n"
+     "        return;\n"
+     "    }\n"
+     "    int row = vector / args.heads, head = vector % args.heads;\n"
+     "    uint8_t* record =\n"
+     "        (uint8_t*)args.query + row * args.query_row_stride + head * args.query_head_stride;\n"
+     "    int64_t latent = row * args.source_row_stride + head * args.source_head_stride;\n"
+     "    int64_t rope = latent + KMLA_LATENT_DIMS;\n"
+     "    if (args.query_format == KMLA_QUERY_E4M3) {\n"
+     "        write_e4m3(record, args.source, latent, args.source, rope, args.source_type,\n"
+     "                   args.query_scale);\n"
+     "    } else if (args.query_format == KMLA_QUERY_BF16) {\n"
+     "        write_bf16(record, args.source, latent, args.source, rope, args.source_type);\n"
+     "    } else {\n"
+     "        float x[16];\n"
+     "        uint32_t code[16];\n"
+     "        load_numbers_16(args.source, latent + 16 * lane_index(), args.source_type, x);\n"
+     "        float scale = packed_query_scale(group_amax(x));\n"
+     "        float inverse = power_of_two_inverse(scale);\n"
+     "        for (int i = 0; i < 16; i++) {\n"
+     "            code[i] = float_to_e4m3(multiply(x[i], inverse));\n"
+     "        }\n"
+     "        write_packed(record, code, scale, args.source, rope, args.source_type);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "#endif\n"
+    },
+};
+// clang-format on
+// >>device source end
+
+static size_t kmla_i_device_part_list(const kmla_i_device_part** parts) {
+    *parts = kmla_i_device_parts;
+    return sizeof kmla_i_device_parts / sizeof kmla_i_device_parts[0];
+}
+
+#endif // KIMI_MLA_NO_GPU
+
+#endif // KIMI_MLA_IMPLEMENTATION
+
+// =============================================================================
+// Revisions
+// =============================================================================
+//
+//     0.1.0  2026-12  portable reader (sm_80 to sm_121), merge, combine, writers, host reader
+//
+// =============================================================================
+// Licence
+// =============================================================================
+//
+// MIT License
+//
+// Copyright (c) 2026 the kimi_mla.h authors
+//
+// Permission is hereby granted, free of charge, to any person obtaining a copy of this software
+// and associated documentation files (the "Software"), to deal in the Software without
+// restriction, including without limitation the rights to use, copy, modify, merge, publish,
+// distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
+// Software is furnished to do so, subject to the following conditions:
+//
+// The above copyright notice and this permission notice shall be included in all copies or
+// substantial portions of the Software.
+//
+// THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING
+// BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+// NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+// DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+// OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.

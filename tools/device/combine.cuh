@@ -1,0 +1,9 @@
+// Combine over the ranks of decode context parallelism: each part is a rank's shard.
+
+#ifndef KMLA_TILE // support kernels
+
+KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
+    weighted_sum<false>(args);
+}
+
+#endif

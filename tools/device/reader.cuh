@@ -1,0 +1,905 @@
+// The portable reader: sm_80 and up, mma.sync. One block reads one split of one group's tokens for
+// KMLA_TILE query vectors (rows x heads of one request, row-major).
+//
+// Operands are swapped: tokens are the M side of S^T = K q^T, latent dims the M side of
+// O^T = V^T P^T, vectors the N side, whose step is 8. So each record is converted once a block, from
+// raw bytes straight into fragments, and 99 heads pad to 104, not to 128.
+//
+// A step is 32 tokens. Its warps are 2 halves of the tokens x 4 groups of 128 dims (and 16 rope
+// lanes) in QK, 8 slices of 64 dims in PV; in softmax 8 lanes share a vector, 4 tokens each. This
+// does not change with KMLA_TILE, so a vector's bits do not depend on how vectors are tiled.
+//
+// Exactness: codes and a query normalised by a power of two are exact in f16; scales enter in fp32
+// after the sum over their group. P is f16, whose range is kept by a reference per vector: a
+// token's weight carries the exponent of its largest scale, V only the rest (in (0,1]).
+
+#ifdef KMLA_TILE // an image holds one reader, or all of the support kernels
+
+constexpr int kTile = KMLA_TILE;
+constexpr int kColumns = kTile / 8; // N steps of a tile
+constexpr bool kPacked = KMLA_KV_FORMAT == KMLA_KV_PACKED;
+constexpr bool kE4m3 = KMLA_KV_FORMAT == KMLA_KV_E4M3;
+constexpr bool kBf16 = KMLA_KV_FORMAT == KMLA_KV_BF16;
+constexpr int kRecordBytes = kPacked ? KMLA_PACKED_BYTES : kE4m3 ? KMLA_E4M3_BYTES : KMLA_BF16_BYTES;
+constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
+                       : kE4m3 ? KMLA_I_PITCH_E4M3
+                               : KMLA_I_PITCH_BF16;
+constexpr int kStages = kPacked ? KMLA_I_STAGES_PACKED
+                        : kE4m3 ? KMLA_I_STAGES_E4M3
+                                : KMLA_I_STAGES_BF16;
+constexpr int kStep = KMLA_I_STEP_TOKENS;
+constexpr int kBlocks = KMLA_I_STEP_TOKENS / 16;  // token halves in QK, k16 steps in PV
+constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group
+constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes
+constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
+constexpr int kLanesPerVector = 8;
+constexpr int kBlocksPerSm = kTile <= 16 && !kBf16 ? 2 : 1;
+
+// ---- shared memory, in this order; the host computes the same sum
+
+constexpr int kScoresAt = kStages * kStep * kPitch;                  // fp32 [4][tile][36]
+constexpr int kWeightsAt = kScoresAt + kGroups * kTile * KMLA_I_SCORE_PITCH * 4; // [1|2][tile][40]
+constexpr int kRatiosAt = kWeightsAt + kTile * KMLA_I_WEIGHT_PITCH * 2 * (kBf16 ? 2 : 1);
+constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][32]
+constexpr int kFactorsAt = kExponentsAt + (kPacked ? kStep * 4 : 0);          // fp32 [32]
+constexpr int kAmaxAt = kFactorsAt + kTile * 4;                               // fp32 [tile]
+constexpr int kMiscAt = kAmaxAt + kGroups * kTile * 4;                        // fp32 [4][tile]
+static_assert(kMiscAt + KMLA_I_MISC_BYTES == KMLA_SHARED_BYTES, "host and device layouts differ");
+// Query fragments pass through the last stage and the scores on their way to registers.
+constexpr int kQueryAt = (kStages - 1) * kStep * kPitch;
+static_assert(kQueryAt + kTile * KMLA_QUERY_DIMS * 2 <= kWeightsAt, "the query fits");
+static_assert(kStages * 16 + 16 <= KMLA_I_MISC_BYTES,
+              "misc holds a barrier and 8 mask bytes a stage, and the tile's bounds");
+
+struct reader_state {
+    // Where the thread is.
+    int lane, warp;
+    int row_in_quad, column; // of mma fragments: lane / 4, lane % 4
+    // What the block reads.
+    int group, first_row, rows, vectors;       // vectors = rows * heads of the group
+    int first_vector;                          // of the tile
+    int split;
+    // Fragments that live through the loop.
+    uint32_t query[kQuerySteps][kColumns][2];
+    float out[4][kColumns][4]; // O^T of 64 dims: tile j has dims 8 * row_in_quad + 2j and + 2j + 1
+    // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.
+    token_range range;
+    float scale;            // of scores, to log2 units
+    float weight_reference; // log2; weights are exp2(score + exponent - weight_reference)
+    float sum_reference;    // log2; sum has exp2(score - sum_reference)
+    float sum;
+};
+
+KMLA_DEVICE uint8_t* stage_of(int step) { return shared_memory() + step % kStages * kStep * kPitch; }
+KMLA_DEVICE float* scores_of(int group) {
+    return (float*)(shared_memory() + kScoresAt) + group * kTile * KMLA_I_SCORE_PITCH;
+}
+KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }
+KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
+// Largest magnitude of each vector's dims of one group (and its 16 rope lanes).
+KMLA_DEVICE float* amax_of(int group) {
+    return (float*)(shared_memory() + kAmaxAt) + group * kTile;
+}
+KMLA_DEVICE uint64_t* arrival_of(int step) {
+    return (uint64_t*)(shared_memory() + kMiscAt) + step % kStages;
+}
+// Byte w of 8: which of tokens 4w..4w+3 of the step exist.
+KMLA_DEVICE uint8_t* token_masks_of(int step) {
+    return shared_memory() + kMiscAt + kStages * 8 + step % kStages * 8;
+}
+
+// The tile's tokens: the union of its vectors' ranges, and their intersection, where every vector
+// sees every token.
+struct tile_bounds {
+    int begin, end, full_begin, full_end;
+};
+KMLA_DEVICE tile_bounds& bounds() {
+    return *(tile_bounds*)(shared_memory() + kMiscAt + kStages * 16);
+}
+
+// ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
+//
+// Lane l holds vector 8j + l/4 and, of 16 dims, dims 4(l%4)..+3: the k order of the records' 4-byte
+// words, so that A fragments need no shuffling. Warps are 2 x 4 groups of dims; each of the two
+// loads every other column j, and they exchange through shared memory.
+
+constexpr int kMyColumns = (kColumns + 1) / 2;
+
+KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {
+    float x[4];
+    for (int i = 0; i < 4; i++) {
+        x[i] = e4m3_to_float(codes >> (8 * i) & 0xFF) * scale;
+    }
+    return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
+}
+
+// One lane's dims of one vector, exactly, as BF16. An E4M3 query's one scale is in score_scale.
+KMLA_DEVICE void load_query_vector(const kmla_i_reader_args& args, uint64_t record, int group,
+                                   int column, word2 (&query)[kQuerySteps]) {
+    int latent = group * KMLA_GROUP_DIMS + 4 * column, rope = 16 * group + 4 * column;
+    if (args.query_format == KMLA_QUERY_BF16) {
+#pragma unroll
+        for (int k = 0; k < kLatentSteps; k++) {
+            query[k] = *(const word2*)(record + 2 * (latent + 16 * k));
+        }
+        query[kLatentSteps] = *(const word2*)(record + 2 * (KMLA_LATENT_DIMS + rope));
+        return;
+    }
+    bool packed = args.query_format == KMLA_QUERY_PACKED;
+    float scale = packed ? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[group] : 1.0f;
+#pragma unroll
+    for (int k = 0; k < kLatentSteps; k++) {
+        query[k] = codes_to_bf16(*(const uint32_t*)(record + latent + 16 * k), scale);
+    }
+    if (packed) {
+        query[kLatentSteps] = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);
+    } else {
+        query[kLatentSteps] =
+            codes_to_bf16(*(const uint32_t*)(record + KMLA_LATENT_DIMS + rope), 1.0f);
+    }
+}
+
+KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
+    pair &= 0x7FFF7FFFu;
+    return maximum(amax, maximum(bf16_low(pair), bf16_high(pair)));
+}
+
+// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.
+KMLA_DEVICE float query_amax(const word2 (&query)[kQuerySteps], int steps) {
+    float amax = 0;
+#pragma unroll
+    for (int k = 0; k < kQuerySteps; k++) {
+        if (k < steps) {
+            amax = amax_of_pair(amax_of_pair(amax, query[k].x), query[k].y);
+        }
+    }
+    amax = maximum(amax, shuffle_xor(amax, 1));
+    return maximum(amax, shuffle_xor(amax, 2));
+}
+
+KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {
+    return pack_bf16(round_to_e4m3(bf16_low(pair) * inverse) * scale,
+                     round_to_e4m3(bf16_high(pair) * inverse) * scale);
+}
+
+// What the packed query writer would store, read back: exact in BF16.
+KMLA_DEVICE void round_query_to_packed(word2 (&query)[kQuerySteps]) {
+    float amax = query_amax(query, kLatentSteps);
+    const float largest = bits_float(0x7F7FFFFFu);
+    float scale = packed_query_scale(amax > largest ? largest : amax);
+    float inverse = power_of_two_inverse(scale);
+#pragma unroll
+    for (int k = 0; k < kLatentSteps; k++) {
+        query[k].x = round_pair_to_e4m3(query[k].x, scale, inverse);
+        query[k].y = round_pair_to_e4m3(query[k].y, scale, inverse);
+    }
+}
+
+// Exponent field of the power of two that a vector's query is divided by, so that its largest
+// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.
+KMLA_DEVICE int norm_exponent(int n) {
+    float amax = maximum(maximum(amax_of(0)[n], amax_of(1)[n]),
+                         maximum(amax_of(2)[n], amax_of(3)[n]));
+    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+}
+KMLA_DEVICE float norm_of(int n) { return bits_float((uint32_t)(norm_exponent(n) - 14) << 23); }
+
+KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
+    float low = bf16_low(pair) * factor, high = bf16_high(pair) * factor;
+    return to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
+}
+
+// The fragments of k16 step k and column j, 8 bytes a lane.
+KMLA_DEVICE word2* staged_query(int group, int k, int j, int lane) {
+    return (word2*)(shared_memory() + kQueryAt) +
+           ((group * kQuerySteps + k) * kColumns + j) * 32 + lane;
+}
+
+KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {
+    int group = s.warp % kGroups, half = s.warp / kGroups;
+    word2 query[kMyColumns][kQuerySteps];
+#pragma unroll
+    for (int i = 0; i < kMyColumns; i++) {
+        int n = 8 * (2 * i + half) + s.row_in_quad, vector = s.first_vector + n;
+        if (n < kTile && vector < s.vectors) {
+            uint64_t record = args.query +
+                              (s.first_row + vector / args.heads) * args.query_row_stride +
+                              vector % args.heads * args.query_head_stride;
+            load_query_vector(args, record, group, s.column, query[i]);
+        } else {
+            for (int k = 0; k < kQuerySteps; k++) {
+                query[i][k] = word2{0, 0};
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kMyColumns; i++) {
+        int n = 8 * (2 * i + half) + s.row_in_quad;
+        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
+            round_query_to_packed(query[i]);
+        }
+        float amax = query_amax(query[i], kQuerySteps);
+        if (n < kTile && s.column == 0) {
+            amax_of(group)[n] = amax;
+        }
+    }
+    sync_block();
+#pragma unroll
+    for (int i = 0; i < kMyColumns; i++) {
+        int j = 2 * i + half;
+        if (j >= kColumns) {
+            continue;
+        }
+        float factor = bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad))
+                                  << 23);
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; k++) {
+            word2 pair = query[i][k];
+            bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV
+            if (!kBf16) {
+                pair.x = normalise_pair(pair.x, factor, to_f16);
+                pair.y = normalise_pair(pair.y, factor, to_f16);
+            }
+            *staged_query(group, k, j, s.lane) = pair;
+        }
+    }
+    sync_block();
+#pragma unroll
+    for (int k = 0; k < kQuerySteps; k++) {
+        for (int j = 0; j < kColumns; j++) {
+            word2 pair = *staged_query(group, k, j, s.lane);
+            s.query[k][j][0] = pair.x;
+            s.query[k][j][1] = pair.y;
+        }
+    }
+    int n = thread_index() / kLanesPerVector;
+    s.scale = args.score_scale;
+    if (!kBf16 && n < kTile) {
+        s.scale *= norm_of(n);
+    }
+}
+
+// ---- ranges
+
+KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {
+    return tile_bounds{minimum(a.begin, b.begin), maximum(a.end, b.end),
+                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};
+}
+
+// Each thread's vector's range, and the tile's bounds.
+KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {
+    int n = thread_index() / kLanesPerVector;
+    int vector = s.first_vector + n;
+    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
+    s.range = token_range{0, 0};
+    if (n < kTile && vector < s.vectors) {
+        int i = vector / args.heads;
+        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
+        s.range = split_range(args, row, s.split);
+        mine.full_begin = s.range.begin;
+        mine.full_end = s.range.end;
+        if (s.range.begin < s.range.end) {
+            mine.begin = s.range.begin;
+            mine.end = s.range.end;
+        }
+    }
+    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {
+        tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),
+                             (int)shuffle_xor((uint32_t)mine.end, mask),
+                             (int)shuffle_xor((uint32_t)mine.full_begin, mask),
+                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};
+        mine = join(mine, other);
+    }
+    // Over the block, through the score buffer, which is not in use yet.
+    tile_bounds* of_warp = (tile_bounds*)scores_of(0);
+    if (s.lane == 0) {
+        of_warp[s.warp] = mine;
+    }
+    sync_block();
+    if (thread_index() == 0) {
+        for (int w = 1; w < KMLA_I_READER_THREADS / 32; w++) {
+            mine = join(mine, of_warp[w]);
+        }
+        bounds() = mine;
+    }
+}
+
+// ---- KV to shared memory
+
+// A step that lies in one page of packed records is one bulk copy, where there are such.
+KMLA_DEVICE bool copies_in_bulk(const kmla_i_reader_args& args) {
+    return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && !args.slot_list &&
+           args.page_tokens % kStep == 0;
+}
+
+// The warp that starts the step's bulk copy.
+KMLA_DEVICE bool is_copier(const reader_state& s, int step) {
+    return s.warp == KMLA_I_READER_THREADS / 32 - 1 - step % 2;
+}
+
+// The table look-up for the step that begins at `token`, a step ahead of the copy that needs it: the
+// entry of the token that this lane answers for (lanes l and l + 4 the same), -1 if not wanted.
+KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
+    int mine = copies_in_bulk(args) ? token : token + 4 * s.warp + s.lane % 4;
+    bool wanted = mine < bounds().end && (copies_in_bulk(args) || mine >= bounds().begin);
+    return wanted ? table_entry(args, s.group, mine) : -1;
+}
+
+#if KMLA_HAS_BULK_COPY
+// One warp copies the records of tokens [begin, end) of the step.
+KMLA_DEVICE void start_bulk_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
+                                 int token, int entry) {
+    int first = maximum(bounds().begin - token, 0);
+    int last = entry < 0 ? first : minimum(bounds().end - token, kStep);
+    if (s.lane < kStep / 4) {
+        uint32_t from_first = 0xFu << maximum(first - 4 * s.lane, 0);
+        uint32_t to_last = 0xFu >> maximum(4 * s.lane + 4 - last, 0);
+        bool any = first < 4 * s.lane + 4 && last > 4 * s.lane;
+        token_masks_of(step)[s.lane] = (uint8_t)(any ? from_first & to_last & 0xF : 0);
+    }
+    if (s.lane == 0) {
+        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
+        barrier_arrive_expect(arrival_of(step), bytes);
+        if (bytes) {
+            uint64_t from = record_address(args, entry, token + first, kRecordBytes);
+            copy_bulk(stage_of(step) + first * kPitch, (const void*)from, bytes, arrival_of(step));
+        }
+    }
+}
+#endif
+
+// Every warp copies four records, 16 bytes a lane; one that does not exist becomes zeros.
+KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reader_state& s,
+                                     int step, int token, int entry) {
+    uint32_t exists = ballot(entry >= 0) & 0xF;
+    uint64_t address =
+        record_address(args, entry, token + 4 * s.warp + s.lane % 4, kRecordBytes);
+    address = entry >= 0 ? address : 0;
+    if (s.lane == 0) {
+        token_masks_of(step)[s.warp] = (uint8_t)exists;
+    }
+    uint8_t* stage = stage_of(step) + 4 * s.warp * kPitch;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        uint64_t record = shuffle(address, i);
+        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {
+            copy_async_16(stage + i * kPitch + at, (const void*)((record ? record : args.kv) + at),
+                          record != 0);
+        }
+    }
+}
+
+// Starts the copy of the step that begins at `token` and looks the next one up. Tokens outside the
+// tile's bounds are not read.
+KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
+                           int token, int entry) {
+#if KMLA_HAS_BULK_COPY
+    if (copies_in_bulk(args)) {
+        if (is_copier(s, step)) {
+            start_bulk_copy(args, s, step, token, entry);
+        }
+        return is_copier(s, step + 1) ? look_up(args, s, token + kStep) : -1;
+    }
+#endif
+    start_record_copies(args, s, step, token, entry);
+    return look_up(args, s, token + kStep);
+}
+
+KMLA_DEVICE void wait_for_copy(const kmla_i_reader_args& args, int step) {
+#if KMLA_HAS_BULK_COPY
+    if (copies_in_bulk(args)) {
+        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);
+        return;
+    }
+#endif
+    copy_async_wait<kStages - 2>();
+}
+
+// ---- QK: S^T of 16 tokens x the tile over one group of dims, into the score buffer
+
+// A fragment of 16 tokens x 16 dims from the records of tokens row_in_quad and + 8.
+KMLA_DEVICE void load_codes_fragment(const uint8_t* at, uint32_t (&a)[4]) {
+    uint32_t low[2], high[2];
+    e4m3x4_to_f16(*(const uint32_t*)at, low);
+    e4m3x4_to_f16(*(const uint32_t*)(at + 8 * kPitch), high);
+    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];
+}
+
+KMLA_DEVICE void load_bf16_fragment(const uint8_t* at, uint32_t (&a)[4]) {
+    word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
+    a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;
+}
+
+// Sums of codes times the tokens' scales of the group: sums of numbers.
+KMLA_DEVICE void scale_scores(const uint8_t* record, int group, float (&score)[kColumns][4]) {
+    const uint8_t* at = record + KMLA_PACKED_SCALE_OFFSET + 4 * group;
+    float scale[2] = {*(const float*)at, *(const float*)(at + 8 * kPitch)};
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        for (int i = 0; i < 4; i++) {
+            score[j][i] *= scale[i / 2];
+        }
+    }
+}
+
+KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
+    int group = s.warp % kGroups, token = s.warp / kGroups * 16 + s.row_in_quad;
+    const uint8_t* record = stage + token * kPitch;
+    float score[kColumns][4];
+    uint32_t a[4];
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        for (int i = 0; i < 4; i++) {
+            score[j][i] = 0;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kQuerySteps; k++) {
+        bool rope = k == kLatentSteps;
+        int dim = rope ? KMLA_LATENT_DIMS + 16 * group : group * KMLA_GROUP_DIMS + 16 * k;
+        dim += 4 * s.column;
+        if (kBf16) {
+            load_bf16_fragment(record + 2 * dim, a);
+        } else if (kPacked && rope) {
+            scale_scores(record, group, score); // the rope has none
+            load_bf16_fragment(record + KMLA_PACKED_ROPE_OFFSET + 2 * (dim - KMLA_LATENT_DIMS), a);
+        } else {
+            load_codes_fragment(record + dim, a);
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns; j++) {
+            if (kBf16 || (kPacked && rope)) {
+                mma_bf16(score[j], a, s.query[k][j][0], s.query[k][j][1]);
+            } else {
+                mma_f16(score[j], a, s.query[k][j][0], s.query[k][j][1]);
+            }
+        }
+    }
+    float* scores = scores_of(group);
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        for (int i = 0; i < 4; i++) {
+            int n = 8 * j + 2 * s.column + i % 2;
+            scores[n * KMLA_I_SCORE_PITCH + token + i / 2 * 8] = score[j][i];
+        }
+    }
+}
+
+// ---- scales of packed records: 2^exponent goes with the token's weight, the rest with V
+
+// Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio
+// scale / 2^e. A token that does not exist has ratio 0, and so has a scale that is no number: such
+// a token's score is none either, which is what its readers get. Each warp takes four tokens, a
+// lane one scale.
+KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage, const uint8_t* masks) {
+    if (!kPacked) {
+        return;
+    }
+    int group = s.lane % 4, i = s.lane / 4 % 4, token = 4 * s.warp + i;
+    float scale = *(const float*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET + 4 * group);
+    bool number = (masks[s.warp] >> i & 1) && (float_bits(scale) & 0x7FFFFFFFu) < 0x7F800000u;
+    scale = number ? scale : 0;
+    uint32_t largest = float_bits(scale) & 0x7FFFFFFFu;
+    largest = maximum(largest, shuffle_xor(largest, 1));
+    largest = maximum(largest, shuffle_xor(largest, 2));
+    int exponent = largest == 0 ? 0 : minimum((int)((largest + 0x007FFFFFu) >> 23) - 127, 126);
+    // In two factors, so that none leaves fp32's range.
+    float first = bits_float((uint32_t)(127 - exponent / 2) << 23);
+    float second = bits_float((uint32_t)(127 - (exponent - exponent / 2)) << 23);
+    if (s.lane < 16) {
+        uint16_t* ratios = (uint16_t*)(shared_memory() + kRatiosAt);
+        ratios[group * kStep + token] = (uint16_t)pack_f16(scale * first * second, 0.0f);
+        if (group == 0) {
+            ((float*)(shared_memory() + kExponentsAt))[token] = (float)exponent;
+        }
+    }
+}
+
+// ---- softmax: 8 lanes a vector, 4 tokens a lane
+
+// True if some lane of the warp has a score that its vector's reference cannot take.
+KMLA_DEVICE bool outgrown(const float (&x)[4], float reference) {
+    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
+    return top > reference + KMLA_I_REFERENCE_GROWTH;
+}
+
+// A new reference for a vector whose maximum has outgrown the old one; returns what old sums times.
+KMLA_DEVICE float raise_reference(const float (&x)[4], float& reference) {
+    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
+    top = maximum(top, shuffle_xor(top, 1));
+    top = maximum(top, shuffle_xor(top, 2));
+    top = maximum(top, shuffle_xor(top, 4));
+    if (!(top > reference + KMLA_I_REFERENCE_GROWTH)) {
+        return 1.0f;
+    }
+    float raised = top - KMLA_I_REFERENCE_BELOW;
+    float factor = exp2_fast(reference - raised);
+    reference = raised;
+    return factor;
+}
+
+// exp2(x - reference); a vector that has seen no token yet has no reference, and only -inf.
+KMLA_DEVICE void exponentials(const float (&x)[4], float reference, float (&p)[4]) {
+    float base = reference == -infinity() ? 0 : reference;
+    for (int i = 0; i < 4; i++) {
+        p[i] = exp2_fast(x[i] - base);
+    }
+}
+
+// Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.
+// `masked`: some vector may not see some token.
+template <bool masked>
+KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* masks) {
+    int n = thread_index() / kLanesPerVector, quad = thread_index() % kLanesPerVector;
+    if (n >= kTile) {
+        return false;
+    }
+    float x[4] = {0, 0, 0, 0}, y[4], p[4];
+#pragma unroll
+    for (int g = 0; g < kGroups; g++) {
+        word4 part = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);
+        x[0] += bits_float(part.x), x[1] += bits_float(part.y);
+        x[2] += bits_float(part.z), x[3] += bits_float(part.w);
+    }
+    uint32_t exists = masked ? masks[quad] : 0xF;
+    word4 exponents = {0, 0, 0, 0};
+    if (kPacked) {
+        exponents = ((const word4*)(shared_memory() + kExponentsAt))[quad];
+    }
+    float exponent[4] = {bits_float(exponents.x), bits_float(exponents.y), bits_float(exponents.z),
+                         bits_float(exponents.w)};
+    for (int i = 0; i < 4; i++) {
+        int token = first_token + 4 * quad + i;
+        bool visible = token >= s.range.begin && token < s.range.end && (exists >> i & 1);
+        x[i] = !masked || visible ? x[i] * s.scale : -infinity();
+        y[i] = x[i] + exponent[i];
+    }
+    float sum_factor = 1, factor = 1;
+    bool grown = outgrown(x, s.sum_reference) || (kPacked && outgrown(y, s.weight_reference));
+    if (ballot(grown)) {
+        sum_factor = factor = raise_reference(x, s.sum_reference);
+        if (kPacked) {
+            factor = raise_reference(y, s.weight_reference);
+        }
+    }
+    exponentials(x, s.sum_reference, p);
+    s.sum = s.sum * sum_factor + ((p[0] + p[1]) + (p[2] + p[3]));
+    if (kPacked) {
+        exponentials(y, s.weight_reference, p);
+    }
+    uint16_t* to = weights() + n * KMLA_I_WEIGHT_PITCH + 4 * quad;
+    if (kBf16) { // BF16 has fp32's range but 8 bits: two terms
+        word2 high = {pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3])};
+        word2 low = {pack_bf16(p[0] - bf16_low(high.x), p[1] - bf16_high(high.x)),
+                     pack_bf16(p[2] - bf16_low(high.y), p[3] - bf16_high(high.y))};
+        *(word2*)to = high;
+        *(word2*)(to + kTile * KMLA_I_WEIGHT_PITCH) = low;
+    } else {
+        *(word2*)to = word2{pack_f16(p[0], p[1]), pack_f16(p[2], p[3])};
+    }
+    if (quad == 0) {
+        factors()[n] = factor;
+    }
+    return factor != 1.0f;
+}
+
+// ---- PV: O^T of the warp's 64 dims
+
+KMLA_DEVICE void rescale_out(reader_state& s) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        float low = factors()[8 * j + 2 * s.column], high = factors()[8 * j + 2 * s.column + 1];
+        for (int m = 0; m < 4; m++) {
+            s.out[m][j][0] *= low, s.out[m][j][1] *= high;
+            s.out[m][j][2] *= low, s.out[m][j][3] *= high;
+        }
+    }
+}
+
+// NaN and infinity to 0, lane by lane.
+KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {
+    uint32_t bad = (((pair & 0x7F807F80u) + 0x00800080u) & 0x80008000u) >> 15;
+    return pair & ~(bad * 0xFFFFu);
+}
+
+// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose
+// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not
+// reach it; a vector that does see the token has its NaN from the score.
+template <bool masked>
+KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t ratio_low, uint32_t ratio_high,
+                                  uint32_t (&a)[4][4]) {
+    const uint32_t largest = 0x7BFF7BFFu; // 65504
+    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),
+                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        word2 even = token[2 * half], odd = token[2 * half + 1];
+        uint32_t woven[4] = {
+            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),
+            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            uint32_t pair[2];
+            e4m3x4_to_f16(woven[m], pair);
+            for (int i = 0; i < 2; i++) {
+                uint32_t value =
+                    kPacked ? multiply_f16x2(pair[i], half ? ratio_high : ratio_low) : pair[i];
+                a[m][2 * half + i] = masked ? minimum_f16x2(value, largest) : value;
+            }
+        }
+    }
+}
+
+template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        word4 even = *(const word4*)(at + 8 * half * kPitch);
+        word4 odd = *(const word4*)(at + (8 * half + 1) * kPitch);
+        uint32_t e[4] = {even.x, even.y, even.z, even.w}, o[4] = {odd.x, odd.y, odd.z, odd.w};
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            uint32_t low = permute_bytes(e[m], o[m], 0x5410);
+            uint32_t high = permute_bytes(e[m], o[m], 0x7632);
+            a[m][2 * half] = masked ? only_numbers_bf16(low) : low;
+            a[m][2 * half + 1] = masked ? only_numbers_bf16(high) : high;
+        }
+    }
+}
+
+// Weights as B fragments of one column of vectors. FP8 KV: registers 2k and 2k + 1 are k16 step k's,
+// all 32 tokens at once. BF16 KV: the two of step k's high term, then the two of its low term.
+KMLA_DEVICE void load_weights(const reader_state& s, int k, uint32_t (&weight)[kColumns][4]) {
+    int matrix = s.lane / 8;
+    int term = kBf16 ? matrix / 2 : 0, token = kBf16 ? 16 * k + matrix % 2 * 8 : matrix * 8;
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        int row = term * kTile + 8 * j + s.lane % 8;
+        load_matrix_x4(weight[j], weights() + row * KMLA_I_WEIGHT_PITCH + token);
+    }
+}
+
+template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
+    int dim = 64 * s.warp + 8 * s.row_in_quad;
+    const uint32_t* ratios =
+        (const uint32_t*)(shared_memory() + kRatiosAt) + s.warp / 2 * (kStep / 2);
+    uint32_t weight[kColumns][4];
+#pragma unroll
+    for (int k = 0; k < kBlocks; k++) {
+        const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;
+        uint32_t a[4][4];
+        if (kBf16 || k == 0) {
+            load_weights(s, k, weight);
+        }
+        if (kBf16) {
+            load_bf16_values<masked>(records + 2 * dim, a);
+        } else {
+            uint32_t ratio[2] = {0, 0};
+            if (kPacked) {
+                ratio[0] = ratios[8 * k + s.column];
+                ratio[1] = ratios[8 * k + s.column + 4];
+            }
+            load_code_values<masked>(records + dim, ratio[0], ratio[1], a);
+        }
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+#pragma unroll
+            for (int j = 0; j < kColumns; j++) {
+                if (kBf16) {
+                    mma_bf16(s.out[m][j], a[m], weight[j][0], weight[j][1]);
+                    mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);
+                } else {
+                    mma_f16(s.out[m][j], a[m], weight[j][2 * k], weight[j][2 * k + 1]);
+                }
+            }
+        }
+    }
+}
+
+// ---- results
+
+// Index of a partial: [S][R][H].
+KMLA_DEVICE int64_t part_index(const kmla_i_reader_args& args, int split, int64_t row, int head) {
+    return (split * (int64_t)args.rows + row) * args.heads + head;
+}
+
+KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,
+                           float lse) {
+    if (args.splits > 1) {
+        ((float*)args.part_lse)[part_index(args, split, row, head)] = lse;
+    } else if (args.lse) {
+        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;
+    }
+}
+
+// The split's lse of each vector, and through `factors` what its accumulators times; negative
+// means that it saw no token.
+KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
+    const float ln_2 = 0.693147181f;
+    int n = thread_index() / kLanesPerVector;
+    if (n >= kTile) {
+        return;
+    }
+    s.sum += shuffle_xor(s.sum, 1);
+    s.sum += shuffle_xor(s.sum, 2);
+    s.sum += shuffle_xor(s.sum, 4);
+    int vector = s.first_vector + n;
+    if (thread_index() % kLanesPerVector != 0 || vector >= s.vectors) {
+        return;
+    }
+    bool empty = s.sum == 0;
+    float lse = empty ? -infinity() : (s.sum_reference + log2_fast(s.sum)) * ln_2;
+    float factor = args.kv_scale;
+    if (kPacked) { // the two references differ by about the exponent of the scales
+        factor = exp2_fast(s.weight_reference - s.sum_reference);
+    }
+    factors()[n] = empty ? -1.0f : divide(factor, s.sum);
+    store_lse(args, s.split, s.first_row + vector / args.heads, vector % args.heads, lse);
+}
+
+// Eight neighbouring dims of one vector.
+KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {
+    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+    if (type == KMLA_FP32) {
+        word4* to = (word4*)((float*)base + index);
+        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
+        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
+    } else {
+        *(word4*)((uint16_t*)base + index) =
+            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),
+                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};
+    }
+}
+
+// A vector without tokens gets zeros as its output, but no partial: its weight is 0.
+KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const reader_state& s) {
+    int dim = 64 * s.warp + 8 * s.row_in_quad;
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int n = 8 * j + 2 * s.column + i, vector = s.first_vector + n;
+            if (vector >= s.vectors) {
+                continue;
+            }
+            float factor = factors()[n], x[8];
+            bool empty = factor < 0;
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                x[2 * m] = empty ? 0 : s.out[m][j][i] * factor;
+                x[2 * m + 1] = empty ? 0 : s.out[m][j][2 + i] * factor;
+            }
+            int64_t row = s.first_row + vector / args.heads;
+            int head = vector % args.heads;
+            if (args.splits == 1) {
+                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
+                          args.out_type, x);
+            } else if (!empty) {
+                int64_t part = part_index(args, s.split, row, head);
+                store_out(args.part_out, part * KMLA_LATENT_DIMS + dim, args.partial_type, x);
+            }
+        }
+    }
+}
+
+// ---- the block
+
+KMLA_DEVICE void find_rows(const kmla_i_reader_args& args, reader_state& s) {
+    s.lane = thread_index() % 32;
+    s.warp = thread_index() / 32;
+    s.row_in_quad = s.lane / 4;
+    s.column = s.lane % 4;
+    s.group = block_z();
+    s.split = block_y();
+    s.first_vector = block_x() * kTile;
+    s.first_row = s.group * args.rows_per_group;
+    s.rows = args.rows_per_group;
+    if (args.ragged) {
+        const int32_t* offsets = (const int32_t*)args.row_offsets;
+        s.first_row = offsets[s.group];
+        s.rows = offsets[s.group + 1] - s.first_row;
+    }
+    s.vectors = s.rows * args.heads;
+}
+
+// Rows behind the last request of a ragged batch: no tokens.
+KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
+    int first = ((const int32_t*)args.row_offsets)[args.groups];
+    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {
+        for (int head = 0; head < args.heads; head++) {
+            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            int dim = 8 * thread_index();
+            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {
+                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
+                          args.out_type, zeros);
+            }
+            if (dim == 0) {
+                store_lse(args, block_y(), row, head, -infinity());
+            }
+        }
+    }
+}
+
+// Softmax and PV of a step whose scores are there.
+template <bool masked>
+KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,
+                              const uint8_t* masks) {
+    if (sync_block_or(softmax_step<masked>(s, token, masks))) {
+        rescale_out(s);
+    }
+    multiply_values<masked>(s, stage);
+}
+
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
+    int first = bounds().begin / kStep * kStep;
+    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
+    int entry = look_up(args, s, first);
+#pragma unroll 1
+    for (int step = 0; step < kStages - 1; step++) {
+        if (step < steps) {
+            entry = start_copy(args, s, step, first + step * kStep, entry);
+        }
+        copy_async_commit();
+    }
+    load_query(args, s);
+    for (int step = 0; step < steps; step++) {
+        int token = first + step * kStep, ahead = step + kStages - 1;
+        const uint8_t* stage = stage_of(step);
+        const uint8_t* masks = token_masks_of(step);
+        wait_for_copy(args, step);
+        sync_block(); // this step is here for all, and all are done with the one before
+        if (ahead < steps) {
+            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
+        }
+        copy_async_commit();
+        split_scales(s, stage, masks);
+        multiply_keys(s, stage);
+        sync_block();
+        if (token >= bounds().full_begin && token + kStep <= bounds().full_end &&
+            *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full) {
+            weigh_values<false>(s, token, stage, masks);
+        } else {
+            weigh_values<true>(s, token, stage, masks);
+        }
+    }
+}
+
+KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kBlocksPerSm) {
+    if (block_z() == args.groups) {
+        clear_dead_rows(args);
+        return;
+    }
+    reader_state s;
+    find_rows(args, s);
+    if (s.first_vector >= s.vectors) {
+        return;
+    }
+    s.weight_reference = s.sum_reference = -infinity();
+    s.sum = 0;
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        for (int j = 0; j < kColumns; j++) {
+            for (int i = 0; i < 4; i++) {
+                s.out[m][j][i] = 0;
+            }
+        }
+    }
+#if KMLA_HAS_BULK_COPY
+    if (thread_index() == 0) {
+        for (int stage = 0; stage < kStages; stage++) {
+            barrier_init(arrival_of(stage), 1);
+        }
+        barrier_init_fence();
+    }
+#endif
+    find_ranges(args, s);
+    sync_block();
+    read_tokens(args, s);
+    launch_dependents();
+    sync_block();
+    find_rows(args, s); // again: cheaper than registers through the loop
+    finish_softmax(args, s);
+    sync_block();
+    store_results(args, s);
+}
+
+#endif
