@@ -241,8 +241,7 @@ typedef struct kmla_length_rule {
 // Token ranges [begins[i], ends[i]) of the rows of one request, in local tokens, before the
 // capacity clamp. `length` is the request's global length for KMLA_LENGTHS_PER_REQUEST; for
 // KMLA_LENGTHS_PER_ROW call it per row with rows = 1. Negative counts as 0.
-// Errors: ARGUMENT (rows < 1, null arrays, bad DCP, a DCP or causal rule with per-row lengths
-// and more than one rank).
+// Errors: ARGUMENT (rows < 1, null arrays, bad DCP, per-row lengths with several ranks or rows).
 KMLA_API kmla_status kmla_row_ranges(const kmla_length_rule* rule, int64_t length, int32_t rows,
                                      int64_t* begins, int64_t* ends, kmla_error* error);
 
@@ -252,8 +251,8 @@ enum { KMLA_SPLIT_STATIC = 0, KMLA_SPLIT_BALANCED = 1 };
 // static: chunks [s*c, (s+1)*c), c = ceil(ceil(capacity/64)/S). balanced: the row's live
 // chunks [begin/64, ceil(end/64)) shared evenly over min(S, live) splits, the first
 // live mod min(S, live) of them one chunk longer. A row with at most single_split_chunks live
-// chunks is read by split 0 alone. An empty part is *part_begin = *part_end.
-// Errors: ARGUMENT.
+// chunks is read by split 0 alone. An empty part is *part_begin = *part_end. What lies past the
+// capacity is clamped. Errors: ARGUMENT.
 KMLA_API kmla_status kmla_split_range(int32_t split_mode, int32_t splits, int32_t split,
                                       int64_t capacity_tokens, int32_t single_split_chunks,
                                       int64_t begin, int64_t end, int64_t* part_begin,
@@ -300,6 +299,7 @@ typedef struct kmla_shape {
     int32_t ragged;              // 1: row_offsets says which rows are whose [0: uniform]
     int32_t slot_list;           // 1: tokens come from a slot list, one per row [block table]
     kmla_length_rule lengths;    // [per-row lengths, no window, one rank]
+    int32_t unused_;             // keep 0
 } kmla_shape;
 
 enum { KMLA_READER_HOST = 0, KMLA_READER_PORTABLE = 1 };
@@ -319,6 +319,8 @@ typedef struct kmla_plan {
     int32_t chunks;            // ceil(capacity / 64)
     int32_t chunks_per_split;  // ceil(chunks / S): the static share
     int32_t threads;           // of a reader block
+    int32_t resident;          // reader blocks that are to share an SM
+    int32_t stages;            // steps of KV that a reader block holds
     int32_t shared_bytes;      // of a reader block
     int32_t launches;          // reader, and merge if S > 1
     uint64_t workspace_bytes;  // exact need; alignment 16
@@ -366,7 +368,7 @@ typedef struct kmla_decode {
     int32_t out_type;                // KMLA_BF16 or KMLA_FP32
     int32_t lse_unused_;             // keep 0
     uint64_t lse;                    // fp32 [R][H], natural log; 0 = not wanted
-    int64_t lse_row_stride;          // elements [H]
+    int64_t lse_row_stride;          // elements [H * head stride]
     int64_t lse_head_stride;         // elements [1]
     uint64_t workspace;              // plan.workspace_bytes, 16-byte aligned; any content
     uint64_t workspace_bytes;
@@ -420,7 +422,7 @@ typedef struct kmla_kv_write {
     uint64_t page_pitch_bytes; // [P * record bytes]
 } kmla_kv_write;
 
-// Writes query records. Packed: per 128 dims, raw = max(amax, 1e-4) * (1/448), rounded up to a
+// Writes query records. Packed: per 128 dims, raw = max(amax * (1/448), 1e-4), rounded up to a
 // power of two by its bits; code = E4M3(x * (1/scale)); rope becomes BF16.
 // E4M3: code = E4M3(x / query_scale) for all 576. BF16: values rounded to BF16.
 // Source and destination must not overlap.
@@ -450,7 +452,7 @@ KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_e
 // Checking mode's own check, on HOST copies of the tables: row_offsets rise from 0 to at most R
 // and by at most rows_per_request, every page or slot that a live token names is in the pool.
 // `table` is the block table or the slot list, `row_offsets` may be NULL if not ragged.
-// Errors: ARGUMENT, PAGE (the message has row, token and value).
+// Errors: those of kmla_check_decode, PAGE (the message has row, token and value).
 KMLA_API kmla_status kmla_check_pages(const kmla_plan* plan, const kmla_decode* args,
                                       const int32_t* table, const int32_t* lengths,
                                       const int32_t* row_offsets, kmla_error* error);
@@ -467,9 +469,10 @@ typedef struct kmla_parallel {
 } kmla_parallel;
 
 // Decodes on the CPU, by the same plan (splits, partial type) as the GPU would. `parallel` NULL
-// runs on the calling thread. Order of sums, per vector: dims ascending within a 128-dim group,
-// groups ascending, rope last; tokens ascending within a split, splits ascending in the merge.
-// The result does not depend on `parallel`. Allocates nothing.
+// runs on the calling thread. Order of sums: a score is 16 sums of the dims equal modulo 16, each
+// ascending, then added in halves (i and i + 8, i + 4, i + 2, i + 1). Tokens ascend within a
+// 64-token chunk, chunks within a split, splits in the merge. The result does not depend on
+// `parallel`. Allocates nothing; takes about 56 KiB of stack.
 // Errors: those of kmla_check_decode; PAGE with check_pages. Threads: any, on distinct outputs.
 KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* args,
                                       const kmla_parallel* parallel, kmla_error* error);
@@ -533,11 +536,13 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
 KMLA_API void kmla_image_free(kmla_image* image);
 
 // Loads a plan's kernels into the current context, or with plan NULL the writers and the
-// combine (a plan loads those too). `image` NULL compiles first. Calling it again for what is
-// loaded does nothing. Call it outside capture, once per context and plan, before any launch.
+// combine (a plan loads those too). `image` NULL compiles first; to compile nothing, first prepare
+// NULL with the image of NULL, then the plan with its own. Calling it again for what is loaded does
+// nothing. Call it outside capture, once per context and plan, before any launch.
 // Not from two threads at once on one object.
 // Errors: CONTEXT (none current, or another than the first prepare's), CAPTURE is not detected
-// here, ARCHITECTURE (an image for another card), CUDA, and those of kmla_gpu_compile.
+// here, ARCHITECTURE (an image for another card), UNSUPPORTED (less shared memory than planned),
+// CUDA, and those of kmla_gpu_compile.
 KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_image* image, kmla_error* error);
 
@@ -548,7 +553,7 @@ KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
 // context current; launches on distinct workspaces may overlap.
 // Errors, before anything is launched: those of kmla_check_decode, CONTEXT, NOT_PREPARED (a
 // capture stays valid); then CUDA. With check_pages it reads tables back and synchronises, and
-// so is not for capture: PAGE, MEMORY.
+// so is not for capture: CAPTURE (which stays valid), PAGE, MEMORY.
 KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan,
                                      const kmla_decode* args, void* stream, kmla_error* error);
 KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, void* stream,
@@ -591,9 +596,9 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 #define KMLA_I_READER_THREADS 256  // 8 warps: 2 halves of a step's tokens x 4 groups of dims
 #define KMLA_I_SUPPORT_THREADS 128 // merge, combine, writers
 #define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time
-#define KMLA_I_STAGES_PACKED 3     // steps of KV in shared memory
-#define KMLA_I_STAGES_E4M3 3
-#define KMLA_I_STAGES_BF16 2
+#define KMLA_I_STAGES 3            // steps of KV in shared memory
+#define KMLA_I_FEW_STAGES 2        // where there is no room for more
+#define KMLA_I_BLOCK_RESERVED_BYTES 1024 // shared memory that CUDA keeps of every block
 #define KMLA_I_PITCH_PACKED 656    // bytes from record to record in shared memory: chosen so
 #define KMLA_I_PITCH_E4M3 592      // that a warp's loads fall into different banks
 #define KMLA_I_PITCH_BF16 1168
@@ -1111,6 +1116,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
         {"shape.single_split_chunks", shape->single_split_chunks, 0, INT32_MAX},
         {"shape.partial_type", shape->partial_type, 0, KMLA_FP32},
         {"shape.slot_list", shape->slot_list, 0, 1},
+        {"shape.unused_", shape->unused_, 0, 0},
         // The reader's grid has one more layer for the rows past the last offset.
         {"shape.requests (ragged)", (int64_t)shape->requests + shape->ragged, 1, 65535},
     };
@@ -1174,21 +1180,42 @@ static int32_t kmla_i_choose_tile(int64_t vectors) {
     return tile;
 }
 
-// Shared memory of a block of the portable reader, in the order in which it is laid out there.
-static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile) {
+// Two large blocks on one SM leave the query in shared memory, as reader.cuh's kQueryShared.
+static int kmla_i_query_is_shared(int32_t tile, int32_t resident) {
+    return resident > 1 && tile > 16;
+}
+
+static int32_t kmla_i_reader_stages(int32_t kv_format, int32_t tile, int32_t resident) {
+    if (kv_format == KMLA_KV_BF16 || kmla_i_query_is_shared(tile, resident)) {
+        return KMLA_I_FEW_STAGES;
+    }
+    return KMLA_I_STAGES;
+}
+
+// Shared memory of a reader block, in the order in which reader.cuh lays it out.
+static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile, int32_t resident) {
     int32_t packed = kv_format == KMLA_KV_PACKED;
     int32_t bf16 = kv_format == KMLA_KV_BF16;
-    int32_t stages = packed ? KMLA_I_STAGES_PACKED : bf16 ? KMLA_I_STAGES_BF16 : KMLA_I_STAGES_E4M3;
     int32_t pitch = packed ? KMLA_I_PITCH_PACKED : bf16 ? KMLA_I_PITCH_BF16 : KMLA_I_PITCH_E4M3;
+    int32_t stages = kmla_i_reader_stages(kv_format, tile, resident);
     int32_t records = stages * KMLA_I_STEP_TOKENS * pitch;
     int32_t scores = 4 * tile * KMLA_I_SCORE_PITCH * 4;
     int32_t weights = tile * KMLA_I_WEIGHT_PITCH * 2 * (bf16 ? 2 : 1);
     int32_t ratios = packed ? KMLA_I_STEP_TOKENS * 4 * 2 : 0;
     int32_t exponents = packed ? KMLA_I_STEP_TOKENS * 4 : 0;
     int32_t factors = tile * 4;
-    int32_t query_norms = 4 * tile * 4;
-    return records + scores + weights + ratios + exponents + factors + query_norms +
-           KMLA_I_MISC_BYTES;
+    int32_t amax = 4 * tile * 4;
+    int32_t query = kmla_i_query_is_shared(tile, resident) ? tile * KMLA_QUERY_DIMS * 2 : 0;
+    return records + scores + weights + ratios + exponents + factors + amax + KMLA_I_MISC_BYTES +
+           query;
+}
+
+// Reader blocks that an SM of the card holds at once: two where registers (not with BF16 KV) and
+// shared memory allow it.
+static int32_t kmla_i_resident_blocks(const kmla_device* device, int32_t kv_format, int32_t tile) {
+    int32_t block_bytes = kmla_i_reader_shared_bytes(kv_format, tile, 2) +
+                          KMLA_I_BLOCK_RESERVED_BYTES;
+    return kv_format != KMLA_KV_BF16 && device->shared_bytes_sm / block_bytes >= 2 ? 2 : 1;
 }
 
 // Rows whose vectors one group of blocks reads together, with one walk over their KV.
@@ -1204,10 +1231,13 @@ static kmla_status kmla_i_plan_tile(kmla_plan* plan, kmla_error* error) {
     if (plan->reader == KMLA_READER_PORTABLE) {
         int32_t limit = plan->device.shared_bytes;
         while (!shape->tile && tile > 8 &&
-               kmla_i_reader_shared_bytes(shape->kv_format, tile) > limit) {
+               kmla_i_reader_shared_bytes(shape->kv_format, tile, 1) > limit) {
             tile /= 2;
         }
-        plan->shared_bytes = kmla_i_reader_shared_bytes(shape->kv_format, tile);
+        plan->resident = kmla_i_resident_blocks(&plan->device, shape->kv_format, tile);
+        plan->stages = kmla_i_reader_stages(shape->kv_format, tile, plan->resident);
+        plan->shared_bytes =
+            kmla_i_reader_shared_bytes(shape->kv_format, tile, plan->resident);
         if (plan->shared_bytes > limit) {
             return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
                                "device.shared_bytes is %d; a block of tile %d needs %d", (int)limit,
@@ -1229,23 +1259,13 @@ static kmla_status kmla_i_plan_tile(kmla_plan* plan, kmla_error* error) {
 #define KMLA_I_COST_CHUNK_SHARED_US 0.9  // of tile 8 or 16, two blocks on an SM
 #define KMLA_I_COST_MERGE_US 2.5         // launch of the merge
 #define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
-#define KMLA_I_BLOCK_RESERVED_BYTES 1024 // shared memory that CUDA keeps of every block
-
-// Blocks that an SM holds at once: two where the reader is compiled for that (its registers
-// allow it up to tile 16, but not with BF16 KV) and shared memory has room.
-static int32_t kmla_i_blocks_per_sm(const kmla_plan* plan) {
-    int compiled_for_two = plan->tile <= 16 && plan->shape.kv_format != KMLA_KV_BF16;
-    int32_t block_bytes = plan->shared_bytes + KMLA_I_BLOCK_RESERVED_BYTES;
-    int32_t room = plan->device.shared_bytes_sm; // 0 = not known
-    return compiled_for_two && (room == 0 || room / block_bytes >= 2) ? 2 : 1;
-}
 
 static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
     return (int64_t)plan->tiles_per_request * plan->groups * splits;
 }
 
 static int64_t kmla_i_waves(const kmla_plan* plan, int32_t splits) {
-    int64_t at_once = (int64_t)plan->device.multiprocessors * kmla_i_blocks_per_sm(plan);
+    int64_t at_once = (int64_t)plan->device.multiprocessors * plan->resident;
     return kmla_i_ceil_div(kmla_i_reader_blocks(plan, splits), at_once);
 }
 
@@ -1253,7 +1273,7 @@ static double kmla_i_chunk_us(const kmla_plan* plan, int32_t splits) {
     if (plan->tile > 16) {
         return KMLA_I_COST_CHUNK_TILE32_US;
     }
-    int alone = kmla_i_blocks_per_sm(plan) == 1 ||
+    int alone = plan->resident == 1 ||
                 kmla_i_reader_blocks(plan, splits) <= plan->device.multiprocessors;
     return alone ? KMLA_I_COST_CHUNK_ALONE_US : KMLA_I_COST_CHUNK_SHARED_US;
 }
@@ -2047,10 +2067,10 @@ static float kmla_i_kv_scale(float maximum, int32_t scale_rule) {
     return scale_rule == KMLA_SCALE_POWER_OF_TWO ? kmla_i_power_of_two_up(scale) : scale;
 }
 
-// A finite maximum gives 2^-22 .. 2^120: the scale and its inverse are always normal.
+// A finite maximum gives 2^-13 .. 2^120: the scale and its inverse are always normal.
 static float kmla_i_query_scale(float maximum) {
-    const float floored = maximum > 1e-4f ? maximum : 1e-4f;
-    return kmla_i_power_of_two_up(floored * (1.0f / 448.0f));
+    const float exact = maximum * (1.0f / 448.0f);
+    return kmla_i_power_of_two_up(exact > 1e-4f ? exact : 1e-4f);
 }
 
 static void kmla_i_encode_quotients(const float* values, float divisor, int32_t count,
@@ -2330,8 +2350,7 @@ static kmla_i_host_place kmla_i_place_row(const kmla_i_host_job* job, int64_t ro
     return place;
 }
 
-// The local tokens [begin, end) that a row sees, clamped to the capacity. A row's own length is
-// clamped before the window is taken from it, so that the window moves along.
+// The local tokens [begin, end) that a row sees, clamped to the capacity.
 static void kmla_i_row_tokens(const kmla_i_host_job* job, int64_t row, kmla_i_host_place place,
                               int64_t* begin, int64_t* end) {
     const kmla_shape* shape = &job->plan->shape;
@@ -2341,9 +2360,8 @@ static void kmla_i_row_tokens(const kmla_i_host_job* job, int64_t row, kmla_i_ho
     if (place.request < 0) {
         return;
     }
-    const int64_t length = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_REQUEST
-                               ? lengths[place.request]
-                               : kmla_i_min(lengths[row], shape->capacity_tokens);
+    const int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
+    const int32_t length = lengths[per_row ? row : place.request];
     kmla_i_visible_range(shape, length, place.rows, place.index, begin, end);
 }
 
@@ -2757,9 +2775,6 @@ KMLA_I_KERNEL_ARGS
     KMLA_I_FACT(KMLA_I_READER_THREADS)                                                            \
     KMLA_I_FACT(KMLA_I_SUPPORT_THREADS)                                                           \
     KMLA_I_FACT(KMLA_I_STEP_TOKENS)                                                               \
-    KMLA_I_FACT(KMLA_I_STAGES_PACKED)                                                             \
-    KMLA_I_FACT(KMLA_I_STAGES_E4M3)                                                               \
-    KMLA_I_FACT(KMLA_I_STAGES_BF16)                                                               \
     KMLA_I_FACT(KMLA_I_PITCH_PACKED)                                                              \
     KMLA_I_FACT(KMLA_I_PITCH_E4M3)                                                                \
     KMLA_I_FACT(KMLA_I_PITCH_BF16)                                                                \
@@ -2839,59 +2854,59 @@ typedef struct kmla_i_launch_config {
 #define KMLA_I_DEVICE_SHARED_BYTES 97 // opt-in limit of a block
 #define KMLA_I_FUNCTION_REGISTERS 4
 #define KMLA_I_FUNCTION_DYNAMIC_SHARED 8
-#define KMLA_I_LAUNCH_PROGRAMMATIC 6 // programmatic stream serialization
+#define KMLA_I_LAUNCH_PROGRAMMATIC 6     // programmatic stream serialization
 #define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
 #define KMLA_I_CAPTURE_IMPLICIT 906
 #define KMLA_I_NVRTC_BUILTINS_FAILED 7
 
 // X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
-#define KMLA_I_CUDA_FUNCTIONS(X)                                                                  \
-    X(int, init, "cuInit", 1, (unsigned int flags))                                               \
-    X(int, driver_version, "cuDriverGetVersion", 1, (int* version))                               \
-    X(int, error_name, "cuGetErrorName", 1, (int result, const char** name))                      \
-    X(int, error_string, "cuGetErrorString", 1, (int result, const char** string))                \
-    X(int, context_current, "cuCtxGetCurrent", 1, (void** context))                               \
-    X(int, context_device, "cuCtxGetDevice", 1, (int* device))                                    \
-    X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                               \
-    X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                \
-    X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                  \
-    X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))  \
-    X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                \
-    X(int, module_unload, "cuModuleUnload", 1, (void* module))                                    \
-    X(int, module_function, "cuModuleGetFunction", 1,                                             \
-      (void** function, void* module, const char* name))                                          \
-    X(int, function_attribute, "cuFuncGetAttribute", 1,                                           \
-      (int* value, int attribute, void* function))                                                \
-    X(int, function_set, "cuFuncSetAttribute", 1, (void* function, int attribute, int value))     \
-    X(int, function_load, "cuFuncLoad", 0, (void* function))                                      \
-    X(int, launch, "cuLaunchKernel", 1,                                                           \
-      (void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,             \
-       unsigned int block_x, unsigned int block_y, unsigned int block_z,                          \
-       unsigned int shared_bytes, void* stream, void** parameters, void** extra))                 \
-    X(int, launch_with, "cuLaunchKernelEx", 0,                                                    \
-      (const kmla_i_launch_config* config, void* function, void** parameters, void** extra))      \
-    X(int, copy_to_host, "cuMemcpyDtoHAsync_v2", 1,                                               \
-      (void* host, uint64_t device, size_t bytes, void* stream))                                  \
-    X(int, stream_capturing, "cuStreamIsCapturing", 1, (void* stream, int* capturing))            \
+#define KMLA_I_CUDA_FUNCTIONS(X)                                                                   \
+    X(int, init, "cuInit", 1, (unsigned int flags))                                                \
+    X(int, driver_version, "cuDriverGetVersion", 1, (int* version))                                \
+    X(int, error_name, "cuGetErrorName", 1, (int result, const char** name))                       \
+    X(int, error_string, "cuGetErrorString", 1, (int result, const char** string))                 \
+    X(int, context_current, "cuCtxGetCurrent", 1, (void** context))                                \
+    X(int, context_device, "cuCtxGetDevice", 1, (int* device))                                     \
+    X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                                \
+    X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                 \
+    X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                   \
+    X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))   \
+    X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                 \
+    X(int, module_unload, "cuModuleUnload", 1, (void* module))                                     \
+    X(int, module_function, "cuModuleGetFunction", 1,                                              \
+      (void** function, void* module, const char* name))                                           \
+    X(int, function_attribute, "cuFuncGetAttribute", 1,                                            \
+      (int* value, int attribute, void* function))                                                 \
+    X(int, function_set, "cuFuncSetAttribute", 1, (void* function, int attribute, int value))      \
+    X(int, function_load, "cuFuncLoad", 0, (void* function))                                       \
+    X(int, launch, "cuLaunchKernel", 1,                                                            \
+      (void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,              \
+       unsigned int block_x, unsigned int block_y, unsigned int block_z,                           \
+       unsigned int shared_bytes, void* stream, void** parameters, void** extra))                  \
+    X(int, launch_with, "cuLaunchKernelEx", 0,                                                     \
+      (const kmla_i_launch_config* config, void* function, void** parameters, void** extra))       \
+    X(int, copy_to_host, "cuMemcpyDtoHAsync_v2", 1,                                                \
+      (void* host, uint64_t device, size_t bytes, void* stream))                                   \
+    X(int, stream_capturing, "cuStreamIsCapturing", 1, (void* stream, int* capturing))             \
     X(int, stream_synchronize, "cuStreamSynchronize", 1, (void* stream))
 
-#define KMLA_I_NVRTC_FUNCTIONS(X)                                                                 \
-    X(int, version, "nvrtcVersion", 1, (int* major, int* minor))                                  \
-    X(const char*, error_string, "nvrtcGetErrorString", 1, (int result))                          \
-    X(int, architecture_count, "nvrtcGetNumSupportedArchs", 1, (int* count))                      \
-    X(int, architectures, "nvrtcGetSupportedArchs", 1, (int* architectures))                      \
-    X(int, create, "nvrtcCreateProgram", 1,                                                       \
-      (void** program, const char* source, const char* name, int header_count,                    \
-       const char* const* headers, const char* const* header_names))                              \
-    X(int, compile, "nvrtcCompileProgram", 1,                                                     \
-      (void* program, int option_count, const char* const* options))                              \
-    X(int, log_bytes, "nvrtcGetProgramLogSize", 1, (void* program, size_t* bytes))                \
-    X(int, log, "nvrtcGetProgramLog", 1, (void* program, char* log))                              \
-    X(int, cubin_bytes, "nvrtcGetCUBINSize", 1, (void* program, size_t* bytes))                   \
-    X(int, cubin, "nvrtcGetCUBIN", 1, (void* program, char* cubin))                               \
+#define KMLA_I_NVRTC_FUNCTIONS(X)                                                                  \
+    X(int, version, "nvrtcVersion", 1, (int* major, int* minor))                                   \
+    X(const char*, error_string, "nvrtcGetErrorString", 1, (int result))                           \
+    X(int, architecture_count, "nvrtcGetNumSupportedArchs", 1, (int* count))                       \
+    X(int, architectures, "nvrtcGetSupportedArchs", 1, (int* architectures))                       \
+    X(int, create, "nvrtcCreateProgram", 1,                                                        \
+      (void** program, const char* source, const char* name, int header_count,                     \
+       const char* const* headers, const char* const* header_names))                               \
+    X(int, compile, "nvrtcCompileProgram", 1,                                                      \
+      (void* program, int option_count, const char* const* options))                               \
+    X(int, log_bytes, "nvrtcGetProgramLogSize", 1, (void* program, size_t* bytes))                 \
+    X(int, log, "nvrtcGetProgramLog", 1, (void* program, char* log))                               \
+    X(int, cubin_bytes, "nvrtcGetCUBINSize", 1, (void* program, size_t* bytes))                    \
+    X(int, cubin, "nvrtcGetCUBIN", 1, (void* program, char* cubin))                                \
     X(int, destroy, "nvrtcDestroyProgram", 1, (void** program))
 
-#define KMLA_I_FUNCTION_POINTER(result, field, symbol, needed, parameters)                        \
+#define KMLA_I_FUNCTION_POINTER(result, field, symbol, needed, parameters)                         \
     result(KMLA_I_CALL* field) parameters;
 typedef struct kmla_i_cuda {
     KMLA_I_CUDA_FUNCTIONS(KMLA_I_FUNCTION_POINTER)
@@ -3046,7 +3061,8 @@ static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error*
 
 #if defined(_WIN32)
 #define KMLA_I_CUDA_NAME "nvcuda.dll"
-#define KMLA_I_NVRTC_NAMES {"nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL}
+#define KMLA_I_NVRTC_NAMES                                                                         \
+    { "nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL }
 
 static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
 
@@ -3058,7 +3074,7 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 }
 #else
 #define KMLA_I_CUDA_NAME "libcuda.so.1"
-#define KMLA_I_NVRTC_NAMES                                                                        \
+#define KMLA_I_NVRTC_NAMES                                                                         \
     { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so", NULL }
 
 static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
@@ -3143,9 +3159,9 @@ static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
     return kmla_i_fail_library(error, KMLA_ERROR_SYMBOL, library, message);
 }
 
-#define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                             \
-    if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                 \
-        return kmla_i_missing_symbol(error, name, symbol);                                        \
+#define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                              \
+    if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                  \
+        return kmla_i_missing_symbol(error, name, symbol);                                         \
     }
 
 // Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
@@ -3402,7 +3418,7 @@ static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, i
              nvrtc->error_string(compile_result), line);
     return kmla_i_fail_nvrtc(nvrtc, error,
                              compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
-                                                                           : KMLA_ERROR_COMPILE,
+                                                                            : KMLA_ERROR_COMPILE,
                              compile_result, message);
 }
 
@@ -3432,13 +3448,13 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program, k
 static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
                                        const kmla_plan* plan, const kmla_device* device,
                                        const kmla_log* log, kmla_image* image, kmla_error* error) {
-    char architecture[48], kv_format[48], tile[48], shared[48];
-    const char* options[8];
+    char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
+    const char* options[10];
     int count = 0, result;
     void* program = NULL;
     kmla_status status;
-    snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d",
-             device->compute_major, device->compute_minor);
+    snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d", device->compute_major,
+             device->compute_minor);
     options[count++] = architecture;
     options[count++] = "--std=c++17";
     if (log) {
@@ -3447,9 +3463,13 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
     if (plan) {
         snprintf(kv_format, sizeof kv_format, "-DKMLA_KV_FORMAT=%d", (int)plan->shape.kv_format);
         snprintf(tile, sizeof tile, "-DKMLA_TILE=%d", (int)plan->tile);
+        snprintf(resident, sizeof resident, "-DKMLA_RESIDENT=%d", (int)plan->resident);
+        snprintf(stages, sizeof stages, "-DKMLA_STAGES=%d", (int)plan->stages);
         snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
         options[count++] = kv_format;
         options[count++] = tile;
+        options[count++] = resident;
+        options[count++] = stages;
         options[count++] = shared;
     }
     result = nvrtc->create(&program, source, "kimi_mla.cu", 0, NULL, NULL);
@@ -3489,7 +3509,9 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
     char* source;
     if (!gpu || !device || !image) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
-                           !gpu ? "gpu" : !device ? "device" : "image");
+                           !gpu      ? "gpu"
+                           : !device ? "device"
+                                     : "image");
     }
     status = kmla_i_check_plan_or_null(plan, error);
     if (status == KMLA_OK) {
@@ -3622,12 +3644,12 @@ static kmla_status kmla_i_load_support(kmla_gpu* gpu, const kmla_device* device,
     }
     status = kmla_i_load_function(gpu, support.module, "kmla_merge", 0, &support.merge, error);
     if (status == KMLA_OK) {
-        status = kmla_i_load_function(gpu, support.module, "kmla_combine", 0, &support.combine,
-                                      error);
+        status =
+            kmla_i_load_function(gpu, support.module, "kmla_combine", 0, &support.combine, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_load_function(gpu, support.module, "kmla_write_kv", 0, &support.write_kv,
-                                      error);
+        status =
+            kmla_i_load_function(gpu, support.module, "kmla_write_kv", 0, &support.write_kv, error);
     }
     if (status == KMLA_OK) {
         status = kmla_i_load_function(gpu, support.module, "kmla_write_query", 0,
@@ -3671,8 +3693,8 @@ static kmla_status kmla_i_load_reader(kmla_gpu* gpu, const kmla_plan* plan,
     return KMLA_OK;
 }
 
-KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_image* image, kmla_error* error) {
+KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, const kmla_image* image,
+                                      kmla_error* error) {
     void* context;
     kmla_device device;
     kmla_status status = kmla_i_check_plan_or_null(plan, error);
@@ -3759,9 +3781,9 @@ static kmla_status kmla_i_launch(const kmla_gpu* gpu, void* function,
         config.attribute_count = 1;
         result = gpu->cuda.launch_with(&config, function, parameters, NULL);
     } else {
-        result = gpu->cuda.launch(function, shape->grid_x, shape->grid_y, shape->grid_z,
-                                  shape->threads, 1, 1, shape->shared_bytes, stream, parameters,
-                                  NULL);
+        result =
+            gpu->cuda.launch(function, shape->grid_x, shape->grid_y, shape->grid_z, shape->threads,
+                             1, 1, shape->shared_bytes, stream, parameters, NULL);
     }
     return result ? kmla_i_fail_cuda(gpu, error, "cuLaunchKernel", result) : KMLA_OK;
 }
@@ -3925,8 +3947,8 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
     return status;
 }
 
-KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan,
-                                     const kmla_decode* args, void* stream, kmla_error* error) {
+KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const kmla_decode* args,
+                                     void* stream, kmla_error* error) {
     const kmla_i_reader* reader = NULL;
     struct kmla_i_reader_args reader_args;
     struct kmla_i_combine_args merge_args;
@@ -4055,8 +4077,8 @@ KMLA_API kmla_status kmla_gpu_write_kv(kmla_gpu* gpu, const kmla_kv_write* args,
     return kmla_i_launch(gpu, gpu->support.write_kv, &shape, &out, stream, error);
 }
 
-KMLA_API kmla_status kmla_gpu_write_query(kmla_gpu* gpu, const kmla_query_write* args,
-                                          void* stream, kmla_error* error) {
+KMLA_API kmla_status kmla_gpu_write_query(kmla_gpu* gpu, const kmla_query_write* args, void* stream,
+                                          kmla_error* error) {
     struct kmla_i_query_write_args out;
     kmla_i_launch_shape shape = {0, 1, 1, KMLA_I_SUPPORT_THREADS, 0, 0};
     kmla_query_write dense;
@@ -4115,7 +4137,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#else\n"
      "#define KMLA_HAS_E4M3_CONVERT 0\n"
      "#endif\n"
-     "#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)\n"
+     "#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90 && __CUDACC_VER_MAJOR__ >= 12)\n"
      "\n"
      "#define KMLA_DEVICE static __device__ __forceinline__\n"
      "// A kernel that takes one struct. At least `blocks` blocks should fit an SM.\n"
@@ -4160,6 +4182,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {\n"
      "    return __shfl_xor_sync(0xffffffffu, value, mask);\n"
      "}\n"
+     "KMLA_DEVICE float shuffle(float value, int lane) {\n"
+     "    return __shfl_sync(0xffffffffu, value, lane);\n"
+     "}\n"
      "KMLA_DEVICE uint64_t shuffle(uint64_t value, int lane) {\n"
      "    return __shfl_sync(0xffffffffu, value, lane);\n"
      "}\n"
@@ -4197,13 +4222,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// ---- 16-bit pairs; low half first\n"
      "\n"
      "KMLA_DEVICE uint32_t pack_f16(float low, float high) {\n"
+    },
+    {"instructions.cuh", 106,
      "    uint32_t pair;\n"
      "    asm(\"cvt.rn.f16x2.f32 %0, %1, %2;\" : \"=r\"(pair) : \"f\"(high), \"f\"(low));\n"
      "    return pair;\n"
      "}\n"
      "\n"
-    },
-    {"instructions.cuh", 108,
      "KMLA_DEVICE uint32_t pack_bf16(float low, float high) {\n"
      "    uint32_t pair;\n"
      "    asm(\"cvt.rn.bf16x2.f32 %0, %1, %2;\" : \"=r\"(pair) : \"f\"(high), \"f\"(low));\n"
@@ -4295,11 +4320,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                 \".reg .pred done;\\n\"\n"
      "                 \"again:\\n\"\n"
      "                 \"mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n\"\n"
+    },
+    {"instructions.cuh", 202,
      "                 \"@!done bra again;\\n\"\n"
      "                 \"}\" ::\"r\"(shared_address(barrier)),\n"
      "                 \"r\"(parity)\n"
-    },
-    {"instructions.cuh", 202,
      "                 : \"memory\");\n"
      "}\n"
      "// `bytes` (a multiple of 16) from global to shared memory; completes on the barrier.\n"
@@ -4400,14 +4425,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE uint32_t float_to_bf16(float value) { return pack_bf16(value, 0.0f) & 0xFFFFu; }\n"
      "\n"
-     "// Scale of a packed query's group: max(amax, 1e-4) / 448, rounded up to a power of two.\n"
+     "// Scale of a packed query's group: max(amax * (1/448), 1e-4), rounded up to a power of two.\n"
      "KMLA_DEVICE float round_up_to_power_of_two(float value) {\n"
      "    uint32_t bits = float_bits(value);\n"
      "    return bits_float((bits & 0x7F800000u) + ((bits & 0x007FFFFFu) \? 0x00800000u : 0));\n"
      "}\n"
      "KMLA_DEVICE float packed_query_scale(float amax) {\n"
-     "    amax = amax < 1e-4f \? 1e-4f : amax;\n"
-     "    return round_up_to_power_of_two(multiply(amax, 1.0f / 448.0f));\n"
+     "    return round_up_to_power_of_two(maximum(multiply(amax, 1.0f / 448.0f), 1e-4f));\n"
      "}\n"
      "// 1 / scale of a power of two, from its exponent.\n"
      "KMLA_DEVICE float power_of_two_inverse(float scale) {\n"
@@ -4427,7 +4451,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    int64_t period = (int64_t)args.dcp_ranks * args.dcp_interleave;\n"
     },
-    {"records.cuh", 100,
+    {"records.cuh", 99,
      "    int64_t rest = global % period - (int64_t)args.dcp_rank * args.dcp_interleave;\n"
      "    rest = rest < 0 \? 0 : rest > args.dcp_interleave \? args.dcp_interleave : rest;\n"
      "    return (int)(global / period * args.dcp_interleave + rest);\n"
@@ -4540,16 +4564,17 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kPitch = kPacked \? KMLA_I_PITCH_PACKED\n"
      "                       : kE4m3 \? KMLA_I_PITCH_E4M3\n"
      "                               : KMLA_I_PITCH_BF16;\n"
-     "constexpr int kStages = kPacked \? KMLA_I_STAGES_PACKED\n"
-     "                        : kE4m3 \? KMLA_I_STAGES_E4M3\n"
-     "                                : KMLA_I_STAGES_BF16;\n"
+     "constexpr int kStages = KMLA_STAGES;\n"
+     "// Where an SM has room for two large blocks, they share it and leave the query's fragments in shared\n"
+     "// memory; a block alone keeps them in registers.\n"
+     "constexpr int kResident = KMLA_RESIDENT;\n"
+     "constexpr bool kQueryShared = kResident > 1 && kTile > 16;\n"
      "constexpr int kStep = KMLA_I_STEP_TOKENS;\n"
      "constexpr int kBlocks = KMLA_I_STEP_TOKENS / 16;  // token halves in QK, k16 steps in PV\n"
      "constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group\n"
      "constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes\n"
      "constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;\n"
      "constexpr int kLanesPerVector = 8;\n"
-     "constexpr int kBlocksPerSm = kTile <= 16 && !kBf16 \? 2 : 1;\n"
      "\n"
      "// ---- shared memory, in this order; the host computes the same sum\n"
      "\n"
@@ -4560,10 +4585,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kFactorsAt = kExponentsAt + (kPacked \? kStep * 4 : 0);          // fp32 [32]\n"
      "constexpr int kAmaxAt = kFactorsAt + kTile * 4;                               // fp32 [tile]\n"
      "constexpr int kMiscAt = kAmaxAt + kGroups * kTile * 4;                        // fp32 [4][tile]\n"
-     "static_assert(kMiscAt + KMLA_I_MISC_BYTES == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
-     "// Query fragments pass through the last stage and the scores on their way to registers.\n"
-     "constexpr int kQueryAt = (kStages - 1) * kStep * kPitch;\n"
-     "static_assert(kQueryAt + kTile * KMLA_QUERY_DIMS * 2 <= kWeightsAt, \"the query fits\");\n"
+     "constexpr int kEnd = kMiscAt + KMLA_I_MISC_BYTES;\n"
+     "// The query's fragments: behind all that, or, on their way to registers, in the last stage and the\n"
+     "// scores.\n"
+     "constexpr int kQueryBytes = kTile * KMLA_QUERY_DIMS * 2;\n"
+     "constexpr int kQueryAt = kQueryShared \? kEnd : (kStages - 1) * kStep * kPitch;\n"
+     "static_assert(kQueryShared || kQueryAt + kQueryBytes <= kWeightsAt, \"the query fits\");\n"
+     "static_assert(kEnd + (kQueryShared \? kQueryBytes : 0) == KMLA_SHARED_BYTES,\n"
+     "              \"host and device layouts differ\");\n"
      "static_assert(kStages * 16 + 16 <= KMLA_I_MISC_BYTES,\n"
      "              \"misc holds a barrier and 8 mask bytes a stage, and the tile's bounds\");\n"
      "\n"
@@ -4574,14 +4603,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // What the block reads.\n"
      "    int group, first_row, rows, vectors;       // vectors = rows * heads of the group\n"
      "    int first_vector;                          // of the tile\n"
+    },
+    {"reader.cuh", 66,
      "    int split;\n"
      "    // Fragments that live through the loop.\n"
-     "    uint32_t query[kQuerySteps][kColumns][2];\n"
+     "    word2 query[kQueryShared \? 1 : kQuerySteps][kColumns];\n"
      "    float out[4][kColumns][4]; // O^T of 64 dims: tile j has dims 8 * row_in_quad + 2j and + 2j + 1\n"
-    },
-    {"reader.cuh", 65,
      "    // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.\n"
-     "    token_range range;\n"
      "    float scale;            // of scores, to log2 units\n"
      "    float weight_reference; // log2; weights are exp2(score + exponent - weight_reference)\n"
      "    float sum_reference;    // log2; sum has exp2(score - sum_reference)\n"
@@ -4594,6 +4622,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }\n"
      "KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }\n"
+     "KMLA_DEVICE uint16_t* ratios_of(int group) {\n"
+     "    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;\n"
+     "}\n"
      "// Largest magnitude of each vector's dims of one group (and its 16 rope lanes).\n"
      "KMLA_DEVICE float* amax_of(int group) {\n"
      "    return (float*)(shared_memory() + kAmaxAt) + group * kTile;\n"
@@ -4615,13 +4646,25 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return *(tile_bounds*)(shared_memory() + kMiscAt + kStages * 16);\n"
      "}\n"
      "\n"
+     "// What this split reads of each vector's tokens, where amax was. `whole`: all of them.\n"
+     "struct vector_range {\n"
+     "    int begin, end, whole, unused;\n"
+     "};\n"
+     "KMLA_DEVICE vector_range& range_of(int n) {\n"
+     "    return ((vector_range*)(shared_memory() + kAmaxAt))[n];\n"
+     "}\n"
+     "\n"
      "// ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV\n"
      "//\n"
      "// Lane l holds vector 8j + l/4 and, of 16 dims, dims 4(l%4)..+3: the k order of the records' 4-byte\n"
-     "// words, so that A fragments need no shuffling. Warps are 2 x 4 groups of dims; each of the two\n"
-     "// loads every other column j, and they exchange through shared memory.\n"
+     "// words, so that A fragments need no shuffling. Of the two warps of a group of dims each prepares\n"
+     "// every other column j, in shared memory, where both then read.\n"
      "\n"
-     "constexpr int kMyColumns = (kColumns + 1) / 2;\n"
+     "// The fragments of k16 step k and column j, 8 bytes a lane.\n"
+     "KMLA_DEVICE word2& staged_query(int group, int k, int j, int lane) {\n"
+     "    return ((word2*)(shared_memory() + kQueryAt))[((group * kQuerySteps + k) * kColumns + j) * 32 +\n"
+     "                                                  lane];\n"
+     "}\n"
      "\n"
      "KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {\n"
      "    float x[4];\n"
@@ -4631,29 +4674,54 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};\n"
      "}\n"
      "\n"
-     "// One lane's dims of one vector, exactly, as BF16. An E4M3 query's one scale is in score_scale.\n"
-     "KMLA_DEVICE void load_query_vector(const kmla_i_reader_args& args, uint64_t record, int group,\n"
-     "                                   int column, word2 (&query)[kQuerySteps]) {\n"
-     "    int latent = group * KMLA_GROUP_DIMS + 4 * column, rope = 16 * group + 4 * column;\n"
-     "    if (args.query_format == KMLA_QUERY_BF16) {\n"
-     "#pragma unroll\n"
-     "        for (int k = 0; k < kLatentSteps; k++) {\n"
-     "            query[k] = *(const word2*)(record + 2 * (latent + 16 * k));\n"
+     "// Stages column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in\n"
+     "// score_scale.\n"
+     "KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_state& s, int j) {\n"
+     "    int group = s.warp % kGroups;\n"
+     "    int latent = group * KMLA_GROUP_DIMS + 4 * s.column, rope = 16 * group + 4 * s.column;\n"
+     "    int vector = s.first_vector + 8 * j + s.row_in_quad;\n"
+     "    if (vector >= s.vectors) {\n"
+     "        for (int k = 0; k < kQuerySteps; k++) {\n"
+     "            staged_query(group, k, j, s.lane) = word2{0, 0};\n"
      "        }\n"
-     "        query[kLatentSteps] = *(const word2*)(record + 2 * (KMLA_LATENT_DIMS + rope));\n"
+     "        return;\n"
+     "    }\n"
+     "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
+     "                      vector % args.heads * args.query_head_stride;\n"
+     "    if (args.query_format == KMLA_QUERY_BF16) {\n"
+     "        word2 loaded[kQuerySteps];\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kQuerySteps; k++) {\n"
+     "            int dim = k < kLatentSteps \? latent + 16 * k : KMLA_LATENT_DIMS + rope;\n"
+    },
+    {"reader.cuh", 154,
+     "            loaded[k] = *(const word2*)(record + 2 * dim);\n"
+     "        }\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kQuerySteps; k++) {\n"
+     "            staged_query(group, k, j, s.lane) = loaded[k];\n"
+     "        }\n"
      "        return;\n"
      "    }\n"
      "    bool packed = args.query_format == KMLA_QUERY_PACKED;\n"
      "    float scale = packed \? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[group] : 1.0f;\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kLatentSteps; k++) {\n"
-     "        query[k] = codes_to_bf16(*(const uint32_t*)(record + latent + 16 * k), scale);\n"
+     "#pragma unroll 1\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        word2 pair;\n"
+     "        if (packed && k == kLatentSteps) {\n"
+     "            pair = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);\n"
+     "        } else {\n"
+     "            int dim = k < kLatentSteps \? latent + 16 * k : KMLA_LATENT_DIMS + rope;\n"
+     "            pair = codes_to_bf16(*(const uint32_t*)(record + dim), scale);\n"
+     "        }\n"
+     "        staged_query(group, k, j, s.lane) = pair;\n"
      "    }\n"
-     "    if (packed) {\n"
-     "        query[kLatentSteps] = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);\n"
-     "    } else {\n"
-     "        query[kLatentSteps] =\n"
-     "            codes_to_bf16(*(const uint32_t*)(record + KMLA_LATENT_DIMS + rope), 1.0f);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "#pragma unroll 1\n"
+     "    for (int j = s.warp / kGroups; j < kColumns; j += 2) {\n"
+     "        load_query_column(args, s, j);\n"
      "    }\n"
      "}\n"
      "\n"
@@ -4663,17 +4731,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.\n"
-     "KMLA_DEVICE float query_amax(const word2 (&query)[kQuerySteps], int steps) {\n"
+     "KMLA_DEVICE float staged_amax(const reader_state& s, int j, int steps) {\n"
      "    float amax = 0;\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kQuerySteps; k++) {\n"
-     "        if (k < steps) {\n"
-     "            amax = amax_of_pair(amax_of_pair(amax, query[k].x), query[k].y);\n"
-     "        }\n"
+     "    for (int k = 0; k < steps; k++) {\n"
+     "        word2 pair = staged_query(s.warp % kGroups, k, j, s.lane);\n"
+     "        amax = amax_of_pair(amax_of_pair(amax, pair.x), pair.y);\n"
      "    }\n"
      "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
-    },
-    {"reader.cuh", 157,
      "    return maximum(amax, shuffle_xor(amax, 2));\n"
      "}\n"
      "\n"
@@ -4683,15 +4747,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// What the packed query writer would store, read back: exact in BF16.\n"
-     "KMLA_DEVICE void round_query_to_packed(word2 (&query)[kQuerySteps]) {\n"
-     "    float amax = query_amax(query, kLatentSteps);\n"
+     "KMLA_DEVICE void round_query_to_packed(const reader_state& s, int j) {\n"
+     "    float amax = staged_amax(s, j, kLatentSteps);\n"
      "    const float largest = bits_float(0x7F7FFFFFu);\n"
      "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
      "    float inverse = power_of_two_inverse(scale);\n"
-     "#pragma unroll\n"
+     "#pragma unroll 1\n"
      "    for (int k = 0; k < kLatentSteps; k++) {\n"
-     "        query[k].x = round_pair_to_e4m3(query[k].x, scale, inverse);\n"
-     "        query[k].y = round_pair_to_e4m3(query[k].y, scale, inverse);\n"
+     "        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);\n"
+     "        pair.x = round_pair_to_e4m3(pair.x, scale, inverse);\n"
+     "        pair.y = round_pair_to_e4m3(pair.y, scale, inverse);\n"
      "    }\n"
      "}\n"
      "\n"
@@ -4709,75 +4774,50 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return to_f16 \? pack_f16(low, high) : pack_bf16(low, high);\n"
      "}\n"
      "\n"
-     "// The fragments of k16 step k and column j, 8 bytes a lane.\n"
-     "KMLA_DEVICE word2* staged_query(int group, int k, int j, int lane) {\n"
-     "    return (word2*)(shared_memory() + kQueryAt) +\n"
-     "           ((group * kQuerySteps + k) * kColumns + j) * 32 + lane;\n"
+     "KMLA_DEVICE void normalise_query(const reader_state& s, int j) {\n"
+     "    float factor =\n"
+     "        bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad)) << 23);\n"
+     "#pragma unroll 3\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);\n"
+     "        bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV\n"
+     "        pair.x = normalise_pair(pair.x, factor, to_f16);\n"
+     "        pair.y = normalise_pair(pair.y, factor, to_f16);\n"
+     "    }\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {\n"
-     "    int group = s.warp % kGroups, half = s.warp / kGroups;\n"
-     "    word2 query[kMyColumns][kQuerySteps];\n"
-     "#pragma unroll\n"
-     "    for (int i = 0; i < kMyColumns; i++) {\n"
-     "        int n = 8 * (2 * i + half) + s.row_in_quad, vector = s.first_vector + n;\n"
-     "        if (n < kTile && vector < s.vectors) {\n"
-     "            uint64_t record = args.query +\n"
-     "                              (s.first_row + vector / args.heads) * args.query_row_stride +\n"
-     "                              vector % args.heads * args.query_head_stride;\n"
-     "            load_query_vector(args, record, group, s.column, query[i]);\n"
-     "        } else {\n"
-     "            for (int k = 0; k < kQuerySteps; k++) {\n"
-     "                query[i][k] = word2{0, 0};\n"
-     "            }\n"
-     "        }\n"
-     "    }\n"
-     "#pragma unroll\n"
-     "    for (int i = 0; i < kMyColumns; i++) {\n"
-     "        int n = 8 * (2 * i + half) + s.row_in_quad;\n"
+     "// From values to fragments.\n"
+     "KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    int group = s.warp % kGroups;\n"
+     "    for (int j = s.warp / kGroups; j < kColumns; j += 2) {\n"
+    },
+    {"reader.cuh", 249,
      "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {\n"
-     "            round_query_to_packed(query[i]);\n"
+     "            round_query_to_packed(s, j);\n"
      "        }\n"
-     "        float amax = query_amax(query[i], kQuerySteps);\n"
-     "        if (n < kTile && s.column == 0) {\n"
-     "            amax_of(group)[n] = amax;\n"
+     "        float amax = staged_amax(s, j, kQuerySteps);\n"
+     "        if (s.column == 0) {\n"
+     "            amax_of(group)[8 * j + s.row_in_quad] = amax;\n"
      "        }\n"
      "    }\n"
      "    sync_block();\n"
-     "#pragma unroll\n"
-     "    for (int i = 0; i < kMyColumns; i++) {\n"
-     "        int j = 2 * i + half;\n"
-     "        if (j >= kColumns) {\n"
-     "            continue;\n"
+     "    s.scale = args.score_scale;\n"
+     "    if (!kBf16) {\n"
+     "        for (int j = s.warp / kGroups; j < kColumns; j += 2) {\n"
+     "            normalise_query(s, j);\n"
      "        }\n"
-     "        float factor = bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad))\n"
-     "                                  << 23);\n"
+     "        if (thread_index() / kLanesPerVector < kTile) {\n"
+     "            s.scale *= norm_of(thread_index() / kLanesPerVector);\n"
+     "        }\n"
+     "    }\n"
+     "    sync_block();\n"
+     "    if (!kQueryShared) {\n"
      "#pragma unroll\n"
      "        for (int k = 0; k < kQuerySteps; k++) {\n"
-     "            word2 pair = query[i][k];\n"
-     "            bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV\n"
-     "            if (!kBf16) {\n"
-     "                pair.x = normalise_pair(pair.x, factor, to_f16);\n"
-     "                pair.y = normalise_pair(pair.y, factor, to_f16);\n"
+     "            for (int j = 0; j < kColumns; j++) {\n"
+     "                s.query[k][j] = staged_query(group, k, j, s.lane);\n"
      "            }\n"
-     "            *staged_query(group, k, j, s.lane) = pair;\n"
      "        }\n"
-     "    }\n"
-     "    sync_block();\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kQuerySteps; k++) {\n"
-     "        for (int j = 0; j < kColumns; j++) {\n"
-     "            word2 pair = *staged_query(group, k, j, s.lane);\n"
-     "            s.query[k][j][0] = pair.x;\n"
-    },
-    {"reader.cuh", 252,
-     "            s.query[k][j][1] = pair.y;\n"
-     "        }\n"
-     "    }\n"
-     "    int n = thread_index() / kLanesPerVector;\n"
-     "    s.scale = args.score_scale;\n"
-     "    if (!kBf16 && n < kTile) {\n"
-     "        s.scale *= norm_of(n);\n"
      "    }\n"
      "}\n"
      "\n"
@@ -4788,21 +4828,24 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};\n"
      "}\n"
      "\n"
-     "// Each thread's vector's range, and the tile's bounds.\n"
-     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "// Returns the range of the thread's vector, and sets the tile's bounds.\n"
+     "KMLA_DEVICE vector_range find_ranges(const kmla_i_reader_args& args, const reader_state& s) {\n"
      "    int n = thread_index() / kLanesPerVector;\n"
      "    int vector = s.first_vector + n;\n"
      "    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};\n"
-     "    s.range = token_range{0, 0};\n"
+     "    vector_range range = {0, 0, 0, 0};\n"
      "    if (n < kTile && vector < s.vectors) {\n"
      "        int i = vector / args.heads;\n"
      "        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);\n"
-     "        s.range = split_range(args, row, s.split);\n"
-     "        mine.full_begin = s.range.begin;\n"
-     "        mine.full_end = s.range.end;\n"
-     "        if (s.range.begin < s.range.end) {\n"
-     "            mine.begin = s.range.begin;\n"
-     "            mine.end = s.range.end;\n"
+     "        token_range part = split_range(args, row, s.split);\n"
+     "        range.begin = part.begin;\n"
+     "        range.end = part.end;\n"
+     "        range.whole = part.begin == row.begin && part.end == row.end;\n"
+     "        mine.full_begin = range.begin;\n"
+     "        mine.full_end = range.end;\n"
+     "        if (range.begin < range.end) {\n"
+     "            mine.begin = range.begin;\n"
+     "            mine.end = range.end;\n"
      "        }\n"
      "    }\n"
      "    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {\n"
@@ -4812,8 +4855,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};\n"
      "        mine = join(mine, other);\n"
      "    }\n"
-     "    // Over the block, through the score buffer, which is not in use yet.\n"
-     "    tile_bounds* of_warp = (tile_bounds*)scores_of(0);\n"
+     "    // Over the block, through the weights' memory, which is not in use yet.\n"
+     "    tile_bounds* of_warp = (tile_bounds*)weights();\n"
      "    if (s.lane == 0) {\n"
      "        of_warp[s.warp] = mine;\n"
      "    }\n"
@@ -4824,6 +4867,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        bounds() = mine;\n"
      "    }\n"
+     "    return range;\n"
      "}\n"
      "\n"
      "// ---- KV to shared memory\n"
@@ -4849,6 +4893,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "// One warp copies the records of tokens [begin, end) of the step.\n"
+    },
+    {"reader.cuh", 350,
      "KMLA_DEVICE void start_bulk_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
      "                                 int token, int entry) {\n"
      "    int first = maximum(bounds().begin - token, 0);\n"
@@ -4864,8 +4910,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        barrier_arrive_expect(arrival_of(step), bytes);\n"
      "        if (bytes) {\n"
      "            uint64_t from = record_address(args, entry, token + first, kRecordBytes);\n"
-    },
-    {"reader.cuh", 345,
      "            copy_bulk(stage_of(step) + first * kPitch, (const void*)from, bytes, arrival_of(step));\n"
      "        }\n"
      "    }\n"
@@ -4946,6 +4990,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+    },
+    {"reader.cuh", 445,
      "KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {\n"
      "    int group = s.warp % kGroups, token = s.warp / kGroups * 16 + s.row_in_quad;\n"
      "    const uint8_t* record = stage + token * kPitch;\n"
@@ -4968,16 +5014,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            scale_scores(record, group, score); // the rope has none\n"
      "            load_bf16_fragment(record + KMLA_PACKED_ROPE_OFFSET + 2 * (dim - KMLA_LATENT_DIMS), a);\n"
      "        } else {\n"
-    },
-    {"reader.cuh", 447,
      "            load_codes_fragment(record + dim, a);\n"
      "        }\n"
      "#pragma unroll\n"
      "        for (int j = 0; j < kColumns; j++) {\n"
+     "            word2 b = kQueryShared \? staged_query(group, k, j, s.lane) : s.query[k][j];\n"
      "            if (kBf16 || (kPacked && rope)) {\n"
-     "                mma_bf16(score[j], a, s.query[k][j][0], s.query[k][j][1]);\n"
+     "                mma_bf16(score[j], a, b.x, b.y);\n"
      "            } else {\n"
-     "                mma_f16(score[j], a, s.query[k][j][0], s.query[k][j][1]);\n"
+     "                mma_f16(score[j], a, b.x, b.y);\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -4991,7 +5036,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// ---- scales of packed records: 2^exponent goes with the token's weight, the rest with V\n"
+     "// ---- scales of packed records: 2^exponent goes with the score, the rest with the f16 weight\n"
      "\n"
      "// Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio\n"
      "// scale / 2^e. A token that does not exist has ratio 0, and so has a scale that is no number: such\n"
@@ -5013,8 +5058,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    float first = bits_float((uint32_t)(127 - exponent / 2) << 23);\n"
      "    float second = bits_float((uint32_t)(127 - (exponent - exponent / 2)) << 23);\n"
      "    if (s.lane < 16) {\n"
-     "        uint16_t* ratios = (uint16_t*)(shared_memory() + kRatiosAt);\n"
-     "        ratios[group * kStep + token] = (uint16_t)pack_f16(scale * first * second, 0.0f);\n"
+     "        ratios_of(group)[token] = (uint16_t)pack_f16(scale * first * second, 0.0f);\n"
      "        if (group == 0) {\n"
      "            ((float*)(shared_memory() + kExponentsAt))[token] = (float)exponent;\n"
      "        }\n"
@@ -5039,6 +5083,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        return 1.0f;\n"
      "    }\n"
      "    float raised = top - KMLA_I_REFERENCE_BELOW;\n"
+    },
+    {"reader.cuh", 536,
      "    float factor = exp2_fast(reference - raised);\n"
      "    reference = raised;\n"
      "    return factor;\n"
@@ -5052,6 +5098,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "KMLA_DEVICE float sum_of_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {\n"
+     "    return (bits_float(a) + bits_float(b)) + (bits_float(c) + bits_float(d));\n"
+     "}\n"
+     "\n"
      "// Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.\n"
      "// `masked`: some vector may not see some token.\n"
      "template <bool masked>\n"
@@ -5060,15 +5110,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (n >= kTile) {\n"
      "        return false;\n"
      "    }\n"
-     "    float x[4] = {0, 0, 0, 0}, y[4], p[4];\n"
-     "#pragma unroll\n"
-    },
-    {"reader.cuh", 539,
+     "    float x[4], y[4], p[4];\n"
+     "    word4 part[kGroups];\n"
      "    for (int g = 0; g < kGroups; g++) {\n"
-     "        word4 part = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);\n"
-     "        x[0] += bits_float(part.x), x[1] += bits_float(part.y);\n"
-     "        x[2] += bits_float(part.z), x[3] += bits_float(part.w);\n"
+     "        part[g] = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);\n"
      "    }\n"
+     "    x[0] = sum_of_groups(part[0].x, part[1].x, part[2].x, part[3].x);\n"
+     "    x[1] = sum_of_groups(part[0].y, part[1].y, part[2].y, part[3].y);\n"
+     "    x[2] = sum_of_groups(part[0].z, part[1].z, part[2].z, part[3].z);\n"
+     "    x[3] = sum_of_groups(part[0].w, part[1].w, part[2].w, part[3].w);\n"
      "    uint32_t exists = masked \? masks[quad] : 0xF;\n"
      "    word4 exponents = {0, 0, 0, 0};\n"
      "    if (kPacked) {\n"
@@ -5076,9 +5126,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    float exponent[4] = {bits_float(exponents.x), bits_float(exponents.y), bits_float(exponents.z),\n"
      "                         bits_float(exponents.w)};\n"
+     "    vector_range range = masked \? range_of(n) : vector_range{0, 0, 0, 0};\n"
      "    for (int i = 0; i < 4; i++) {\n"
      "        int token = first_token + 4 * quad + i;\n"
-     "        bool visible = token >= s.range.begin && token < s.range.end && (exists >> i & 1);\n"
+     "        bool visible = token >= range.begin && token < range.end && (exists >> i & 1);\n"
      "        x[i] = !masked || visible \? x[i] * s.scale : -infinity();\n"
      "        y[i] = x[i] + exponent[i];\n"
      "    }\n"
@@ -5131,11 +5182,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose\n"
+    },
+    {"reader.cuh", 633,
      "// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not\n"
      "// reach it; a vector that does see the token has its NaN from the score.\n"
-     "template <bool masked>\n"
-     "KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t ratio_low, uint32_t ratio_high,\n"
-     "                                  uint32_t (&a)[4][4]) {\n"
+     "template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
      "    const uint32_t largest = 0x7BFF7BFFu; // 65504\n"
      "    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),\n"
      "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
@@ -5150,11 +5201,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            uint32_t pair[2];\n"
      "            e4m3x4_to_f16(woven[m], pair);\n"
      "            for (int i = 0; i < 2; i++) {\n"
-     "                uint32_t value =\n"
-     "                    kPacked \? multiply_f16x2(pair[i], half \? ratio_high : ratio_low) : pair[i];\n"
-    },
-    {"reader.cuh", 627,
-     "                a[m][2 * half + i] = masked \? minimum_f16x2(value, largest) : value;\n"
+     "                a[m][2 * half + i] = masked \? minimum_f16x2(pair[i], largest) : pair[i];\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -5188,27 +5235,36 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "// Packed: the rest of the scales of the warp's group of dims.\n"
+     "KMLA_DEVICE void scale_weights(const reader_state& s, uint32_t (&weight)[kColumns][4]) {\n"
+     "    const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        uint32_t ratio = ratios[4 * i]; // of tokens 8i + 2 * column and the next\n"
+     "        for (int j = 0; j < kColumns; j++) {\n"
+     "            weight[j][i] = multiply_f16x2(weight[j][i], ratio);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
      "template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {\n"
      "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
-     "    const uint32_t* ratios =\n"
-     "        (const uint32_t*)(shared_memory() + kRatiosAt) + s.warp / 2 * (kStep / 2);\n"
      "    uint32_t weight[kColumns][4];\n"
+     "    if (!kBf16) {\n"
+     "        load_weights(s, 0, weight);\n"
+     "    }\n"
+     "    if (kPacked) {\n"
+     "        scale_weights(s, weight);\n"
+     "    }\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBlocks; k++) {\n"
      "        const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;\n"
      "        uint32_t a[4][4];\n"
-     "        if (kBf16 || k == 0) {\n"
-     "            load_weights(s, k, weight);\n"
-     "        }\n"
      "        if (kBf16) {\n"
+     "            load_weights(s, k, weight);\n"
      "            load_bf16_values<masked>(records + 2 * dim, a);\n"
      "        } else {\n"
-     "            uint32_t ratio[2] = {0, 0};\n"
-     "            if (kPacked) {\n"
-     "                ratio[0] = ratios[8 * k + s.column];\n"
-     "                ratio[1] = ratios[8 * k + s.column + 4];\n"
-     "            }\n"
-     "            load_code_values<masked>(records + dim, ratio[0], ratio[1], a);\n"
+     "            load_code_values<masked>(records + dim, a);\n"
      "        }\n"
      "#pragma unroll\n"
      "        for (int m = 0; m < 4; m++) {\n"
@@ -5216,10 +5272,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            for (int j = 0; j < kColumns; j++) {\n"
      "                if (kBf16) {\n"
      "                    mma_bf16(s.out[m][j], a[m], weight[j][0], weight[j][1]);\n"
-     "                    mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);\n"
      "                } else {\n"
      "                    mma_f16(s.out[m][j], a[m], weight[j][2 * k], weight[j][2 * k + 1]);\n"
      "                }\n"
+     "            }\n"
+    },
+    {"reader.cuh", 725,
+     "            for (int j = 0; j < kColumns && kBf16; j++) {\n"
+     "                mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -5232,17 +5292,25 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (split * (int64_t)args.rows + row) * args.heads + head;\n"
      "}\n"
      "\n"
+     "// `final`: this is the row's result, not a part of it. Its partial's lse is then +inf, which tells\n"
+     "// the merge so.\n"
      "KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,\n"
-     "                           float lse) {\n"
+     "                           float lse, bool final) {\n"
      "    if (args.splits > 1) {\n"
-     "        ((float*)args.part_lse)[part_index(args, split, row, head)] = lse;\n"
-     "    } else if (args.lse) {\n"
+     "        float part_lse = final \? infinity() : lse;\n"
+     "        ((float*)args.part_lse)[part_index(args, split, row, head)] = part_lse;\n"
+     "    }\n"
+     "    if (final && args.lse) {\n"
      "        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;\n"
      "    }\n"
      "}\n"
      "\n"
-     "// The split's lse of each vector, and through `factors` what its accumulators times; negative\n"
-     "// means that it saw no token.\n"
+     "// Where each vector's result goes, in the scores' memory: twice the index of its first element, + 1\n"
+     "// if that is in the output and not in a partial; negative: nowhere.\n"
+     "KMLA_DEVICE int64_t* targets() { return (int64_t*)scores_of(0); }\n"
+     "\n"
+     "// The split's lse of each vector; for store_results, what its accumulators times and where they go.\n"
+     "// A vector without tokens gets zeros as its output, but no partial: its weight is 0.\n"
      "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
      "    const float ln_2 = 0.693147181f;\n"
      "    int n = thread_index() / kLanesPerVector;\n"
@@ -5253,19 +5321,29 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    s.sum += shuffle_xor(s.sum, 2);\n"
      "    s.sum += shuffle_xor(s.sum, 4);\n"
      "    int vector = s.first_vector + n;\n"
-     "    if (thread_index() % kLanesPerVector != 0 || vector >= s.vectors) {\n"
+     "    if (thread_index() % kLanesPerVector != 0) {\n"
      "        return;\n"
      "    }\n"
-    },
-    {"reader.cuh", 729,
+     "    targets()[n] = -1;\n"
+     "    if (vector >= s.vectors) {\n"
+     "        return;\n"
+     "    }\n"
      "    bool empty = s.sum == 0;\n"
+     "    bool final = args.splits == 1 || (!empty && range_of(n).whole);\n"
      "    float lse = empty \? -infinity() : (s.sum_reference + log2_fast(s.sum)) * ln_2;\n"
      "    float factor = args.kv_scale;\n"
      "    if (kPacked) { // the two references differ by about the exponent of the scales\n"
      "        factor = exp2_fast(s.weight_reference - s.sum_reference);\n"
      "    }\n"
-     "    factors()[n] = empty \? -1.0f : divide(factor, s.sum);\n"
-     "    store_lse(args, s.split, s.first_row + vector / args.heads, vector % args.heads, lse);\n"
+     "    factors()[n] = empty \? 0 : divide(factor, s.sum);\n"
+     "    int64_t row = s.first_row + vector / args.heads;\n"
+     "    int head = vector % args.heads;\n"
+     "    store_lse(args, s.split, row, head, lse, final);\n"
+     "    if (final) {\n"
+     "        targets()[n] = 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1;\n"
+     "    } else if (!empty) {\n"
+     "        targets()[n] = 2 * part_index(args, s.split, row, head) * KMLA_LATENT_DIMS;\n"
+     "    }\n"
      "}\n"
      "\n"
      "// Eight neighbouring dims of one vector.\n"
@@ -5282,33 +5360,28 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// A vector without tokens gets zeros as its output, but no partial: its weight is 0.\n"
      "KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const reader_state& s) {\n"
      "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < 2; i++) {\n"
-     "            int n = 8 * j + 2 * s.column + i, vector = s.first_vector + n;\n"
-     "            if (vector >= s.vectors) {\n"
+     "            int n = 8 * j + 2 * s.column + i;\n"
+     "            int64_t target = targets()[n];\n"
+     "            if (target < 0) {\n"
      "                continue;\n"
      "            }\n"
+     "            bool final = target & 1;\n"
      "            float factor = factors()[n], x[8];\n"
-     "            bool empty = factor < 0;\n"
      "#pragma unroll\n"
      "            for (int m = 0; m < 4; m++) {\n"
-     "                x[2 * m] = empty \? 0 : s.out[m][j][i] * factor;\n"
-     "                x[2 * m + 1] = empty \? 0 : s.out[m][j][2 + i] * factor;\n"
+     "                x[2 * m] = factor == 0 \? 0 : s.out[m][j][i] * factor;\n"
+    },
+    {"reader.cuh", 823,
+     "                x[2 * m + 1] = factor == 0 \? 0 : s.out[m][j][2 + i] * factor;\n"
      "            }\n"
-     "            int64_t row = s.first_row + vector / args.heads;\n"
-     "            int head = vector % args.heads;\n"
-     "            if (args.splits == 1) {\n"
-     "                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,\n"
-     "                          args.out_type, x);\n"
-     "            } else if (!empty) {\n"
-     "                int64_t part = part_index(args, s.split, row, head);\n"
-     "                store_out(args.part_out, part * KMLA_LATENT_DIMS + dim, args.partial_type, x);\n"
-     "            }\n"
+     "            store_out(final \? args.out : args.part_out, target / 2 + dim,\n"
+     "                      final \? args.out_type : args.partial_type, x);\n"
      "        }\n"
      "    }\n"
      "}\n"
@@ -5345,16 +5418,20 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                          args.out_type, zeros);\n"
      "            }\n"
      "            if (dim == 0) {\n"
-     "                store_lse(args, block_y(), row, head, -infinity());\n"
+     "                store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);\n"
      "            }\n"
      "        }\n"
      "    }\n"
      "}\n"
      "\n"
+     "// Every vector of the tile sees every token of the step.\n"
+     "KMLA_DEVICE bool is_full(int token, const uint8_t* masks) {\n"
+     "    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&\n"
+     "           *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full;\n"
+     "}\n"
+     "\n"
      "// Softmax and PV of a step whose scores are there.\n"
      "template <bool masked>\n"
-    },
-    {"reader.cuh", 824,
      "KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,\n"
      "                              const uint8_t* masks) {\n"
      "    if (sync_block_or(softmax_step<masked>(s, token, masks))) {\n"
@@ -5363,9 +5440,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    multiply_values<masked>(s, stage);\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {\n"
-     "    int first = bounds().begin / kStep * kStep;\n"
-     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "// Starts the copies of the first steps, all but one stage.\n"
+     "KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,\n"
+     "                            int steps) {\n"
      "    int entry = look_up(args, s, first);\n"
      "#pragma unroll 1\n"
      "    for (int step = 0; step < kStages - 1; step++) {\n"
@@ -5374,7 +5451,17 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        copy_async_commit();\n"
      "    }\n"
-     "    load_query(args, s);\n"
+     "    return entry;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, vector_range range) {\n"
+     "    int first = bounds().begin / kStep * kStep;\n"
+     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "    if (steps == 0) {\n"
+     "        return;\n"
+     "    }\n"
+     "    int entry = fill_stages(args, s, first, steps);\n"
+     "    finish_query(args, s);\n"
      "    for (int step = 0; step < steps; step++) {\n"
      "        int token = first + step * kStep, ahead = step + kStages - 1;\n"
      "        const uint8_t* stage = stage_of(step);\n"
@@ -5385,19 +5472,25 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
      "        }\n"
      "        copy_async_commit();\n"
+     "        if (step == 0 && thread_index() / kLanesPerVector < kTile) {\n"
+     "            range_of(thread_index() / kLanesPerVector) = range;\n"
+     "        }\n"
+     "        bool full = is_full(token, masks);\n"
      "        split_scales(s, stage, masks);\n"
      "        multiply_keys(s, stage);\n"
      "        sync_block();\n"
-     "        if (token >= bounds().full_begin && token + kStep <= bounds().full_end &&\n"
-     "            *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full) {\n"
+     "        if (full) {\n"
      "            weigh_values<false>(s, token, stage, masks);\n"
      "        } else {\n"
+    },
+    {"reader.cuh", 927,
      "            weigh_values<true>(s, token, stage, masks);\n"
      "        }\n"
      "    }\n"
+     "    sync_block();\n"
      "}\n"
      "\n"
-     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kBlocksPerSm) {\n"
+     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
      "        return;\n"
@@ -5425,11 +5518,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        barrier_init_fence();\n"
      "    }\n"
      "#endif\n"
-     "    find_ranges(args, s);\n"
+     "    load_query(args, s); // first, for its latency\n"
+     "    vector_range range = find_ranges(args, s);\n"
      "    sync_block();\n"
-     "    read_tokens(args, s);\n"
+     "    read_tokens(args, s, range);\n"
      "    launch_dependents();\n"
-     "    sync_block();\n"
      "    find_rows(args, s); // again: cheaper than registers through the loop\n"
      "    finish_softmax(args, s);\n"
      "    sync_block();\n"
@@ -5473,49 +5566,66 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "// The lse of the part that this lane answers for, of those from `first` on.\n"
+     "KMLA_DEVICE float load_lse(const kmla_i_combine_args& args, int row, int head, int first) {\n"
+     "    int part = first + thread_index() % 32;\n"
+     "    int64_t index = part * args.part_lse_stride + row * args.part_lse_row_stride +\n"
+     "                    head * args.part_lse_head_stride;\n"
+     "    return part < args.parts \? ((const float*)args.part_lse)[index] : -infinity();\n"
+     "}\n"
+     "\n"
      "// out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.\n"
-     "// A part of weight 0 is not read. Parts with a NaN lse make the vector NaN if `keep_nan`; else\n"
-     "// they, and infinite ones, are empty. One block a vector, four dims a thread.\n"
-     "template <bool keep_nan> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
+     "// A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that\n"
+     "// its split has written the result itself; in the combine both are empty parts, like -inf. One\n"
+     "// block a vector, four dims a thread; each warp finds the weights, a part a lane.\n"
+     "template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
      "    const float log2_e = 1.44269504f, ln_2 = 0.693147181f;\n"
      "    int head = block_x(), row = block_y(), dim = thread_index() * 4;\n"
-     "    uint64_t part_lse = args.part_lse + 4 * (row * args.part_lse_row_stride +\n"
-     "                                             head * args.part_lse_head_stride);\n"
-     "    int64_t part_out = row * args.part_row_stride + head * args.part_head_stride + dim;\n"
-     "\n"
      "    float top = -infinity();\n"
-     "    bool nan = false;\n"
-     "    for (int part = 0; part < args.parts; part++) {\n"
-     "        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);\n"
-     "        nan |= !(lse == lse);\n"
-     "        if (lse < infinity()) {\n"
-     "            top = maximum(top, lse);\n"
-     "        }\n"
-     "    }\n"
-     "    float sum = 0, out[4] = {0, 0, 0, 0};\n"
-     "    for (int part = 0; part < args.parts; part++) {\n"
-     "        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);\n"
-     "        float weight = 0;\n"
-     "        if (lse > -infinity() && lse < infinity()) {\n"
-     "            weight = exp2_fast((lse - top) * log2_e);\n"
-     "        }\n"
-     "        if (weight > 0) {\n"
-     "            float x[4];\n"
-     "            load_numbers(args.part_out, part_out + part * args.part_out_stride, args.part_type, x);\n"
-     "            sum += weight;\n"
-     "            for (int i = 0; i < 4; i++) {\n"
-     "                out[i] += weight * x[i];\n"
+     "    int top_part = 0;\n"
+     "    bool nan = false, done = false;\n"
+     "    for (int first = 0; first < args.parts; first += 32) {\n"
+     "        float lse = load_lse(args, row, head, first);\n"
+     "        nan = nan || ballot(!(lse == lse)) != 0;\n"
+     "        done = done || ballot(lse == infinity()) != 0;\n"
+     "        for (int i = 0; i < 32 && first + i < args.parts; i++) {\n"
+     "            float other = shuffle(lse, i);\n"
+     "            if (other > top && other < infinity()) {\n"
+     "                top = other;\n"
+     "                top_part = first + i;\n"
      "            }\n"
      "        }\n"
      "    }\n"
-     "    float lse = top + log2_fast(sum) * ln_2;\n"
-     "    for (int i = 0; i < 4; i++) {\n"
-     "        out[i] = sum > 0 \? divide(out[i], sum) : 0;\n"
+     "    if (is_merge && done) {\n"
+     "        return;\n"
      "    }\n"
-     "    if (sum == 0) {\n"
-     "        lse = -infinity();\n"
+     "    float sum = 0, out[4] = {0, 0, 0, 0};\n"
+     "    int64_t at = row * args.part_row_stride + head * args.part_head_stride + dim;\n"
+     "    for (int first = 0; first < args.parts && top > -infinity(); first += 32) {\n"
+     "        float lse = load_lse(args, row, head, first);\n"
+     "        bool counts = lse > -infinity() && lse < infinity();\n"
+     "        float mine = counts \? exp2_fast((lse - top) * log2_e) : 0;\n"
+     "        int count = minimum(args.parts - first, 32);\n"
+     "#pragma unroll 4\n"
+     "        for (int i = 0; i < count; i++) {\n"
+     "            float weight = shuffle(mine, i), x[4];\n"
+     "            // Without a branch, so that loads overlap: what weighs nothing is replaced by the top.\n"
+     "            int part = weight > 0 \? first + i : top_part;\n"
+     "            load_numbers(args.part_out, at + part * args.part_out_stride, args.part_type, x);\n"
+     "            sum += weight;\n"
+     "            for (int d = 0; d < 4; d++) {\n"
+     "                out[d] += weight * x[d];\n"
+     "            }\n"
+     "        }\n"
      "    }\n"
-     "    if (keep_nan && nan) {\n"
+     "    bool empty = sum == 0;\n"
+     "    float lse = empty \? -infinity() : top + log2_fast(sum) * ln_2;\n"
+    },
+    {"merge.cuh", 89,
+     "    for (int d = 0; d < 4; d++) {\n"
+     "        out[d] = empty \? 0 : divide(out[d], sum);\n"
+     "    }\n"
+     "    if (is_merge && nan) {\n"
      "        lse = out[0] = out[1] = out[2] = out[3] = bits_float(0x7FFFFFFF);\n"
      "    }\n"
      "    store_numbers(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,\n"

@@ -18,7 +18,7 @@ typedef long long int64_t;
 #else
 #define KMLA_HAS_E4M3_CONVERT 0
 #endif
-#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)
+#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90 && __CUDACC_VER_MAJOR__ >= 12)
 
 #define KMLA_DEVICE static __device__ __forceinline__
 // A kernel that takes one struct. At least `blocks` blocks should fit an SM.
@@ -62,6 +62,9 @@ KMLA_DEVICE float shuffle_xor(float value, int mask) {
 }
 KMLA_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+KMLA_DEVICE float shuffle(float value, int lane) {
+    return __shfl_sync(0xffffffffu, value, lane);
 }
 KMLA_DEVICE uint64_t shuffle(uint64_t value, int lane) {
     return __shfl_sync(0xffffffffu, value, lane);

@@ -32,49 +32,64 @@ KMLA_DEVICE void store_numbers(uint64_t base, int64_t index, int type, const flo
     }
 }
 
+// The lse of the part that this lane answers for, of those from `first` on.
+KMLA_DEVICE float load_lse(const kmla_i_combine_args& args, int row, int head, int first) {
+    int part = first + thread_index() % 32;
+    int64_t index = part * args.part_lse_stride + row * args.part_lse_row_stride +
+                    head * args.part_lse_head_stride;
+    return part < args.parts ? ((const float*)args.part_lse)[index] : -infinity();
+}
+
 // out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.
-// A part of weight 0 is not read. Parts with a NaN lse make the vector NaN if `keep_nan`; else
-// they, and infinite ones, are empty. One block a vector, four dims a thread.
-template <bool keep_nan> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {
+// A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that
+// its split has written the result itself; in the combine both are empty parts, like -inf. One
+// block a vector, four dims a thread; each warp finds the weights, a part a lane.
+template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {
     const float log2_e = 1.44269504f, ln_2 = 0.693147181f;
     int head = block_x(), row = block_y(), dim = thread_index() * 4;
-    uint64_t part_lse = args.part_lse + 4 * (row * args.part_lse_row_stride +
-                                             head * args.part_lse_head_stride);
-    int64_t part_out = row * args.part_row_stride + head * args.part_head_stride + dim;
-
     float top = -infinity();
-    bool nan = false;
-    for (int part = 0; part < args.parts; part++) {
-        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);
-        nan |= !(lse == lse);
-        if (lse < infinity()) {
-            top = maximum(top, lse);
-        }
-    }
-    float sum = 0, out[4] = {0, 0, 0, 0};
-    for (int part = 0; part < args.parts; part++) {
-        float lse = load_number(part_lse, part * args.part_lse_stride, KMLA_FP32);
-        float weight = 0;
-        if (lse > -infinity() && lse < infinity()) {
-            weight = exp2_fast((lse - top) * log2_e);
-        }
-        if (weight > 0) {
-            float x[4];
-            load_numbers(args.part_out, part_out + part * args.part_out_stride, args.part_type, x);
-            sum += weight;
-            for (int i = 0; i < 4; i++) {
-                out[i] += weight * x[i];
+    int top_part = 0;
+    bool nan = false, done = false;
+    for (int first = 0; first < args.parts; first += 32) {
+        float lse = load_lse(args, row, head, first);
+        nan = nan || ballot(!(lse == lse)) != 0;
+        done = done || ballot(lse == infinity()) != 0;
+        for (int i = 0; i < 32 && first + i < args.parts; i++) {
+            float other = shuffle(lse, i);
+            if (other > top && other < infinity()) {
+                top = other;
+                top_part = first + i;
             }
         }
     }
-    float lse = top + log2_fast(sum) * ln_2;
-    for (int i = 0; i < 4; i++) {
-        out[i] = sum > 0 ? divide(out[i], sum) : 0;
+    if (is_merge && done) {
+        return;
     }
-    if (sum == 0) {
-        lse = -infinity();
+    float sum = 0, out[4] = {0, 0, 0, 0};
+    int64_t at = row * args.part_row_stride + head * args.part_head_stride + dim;
+    for (int first = 0; first < args.parts && top > -infinity(); first += 32) {
+        float lse = load_lse(args, row, head, first);
+        bool counts = lse > -infinity() && lse < infinity();
+        float mine = counts ? exp2_fast((lse - top) * log2_e) : 0;
+        int count = minimum(args.parts - first, 32);
+#pragma unroll 4
+        for (int i = 0; i < count; i++) {
+            float weight = shuffle(mine, i), x[4];
+            // Without a branch, so that loads overlap: what weighs nothing is replaced by the top.
+            int part = weight > 0 ? first + i : top_part;
+            load_numbers(args.part_out, at + part * args.part_out_stride, args.part_type, x);
+            sum += weight;
+            for (int d = 0; d < 4; d++) {
+                out[d] += weight * x[d];
+            }
+        }
     }
-    if (keep_nan && nan) {
+    bool empty = sum == 0;
+    float lse = empty ? -infinity() : top + log2_fast(sum) * ln_2;
+    for (int d = 0; d < 4; d++) {
+        out[d] = empty ? 0 : divide(out[d], sum);
+    }
+    if (is_merge && nan) {
         lse = out[0] = out[1] = out[2] = out[3] = bits_float(0x7FFFFFFF);
     }
     store_numbers(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,

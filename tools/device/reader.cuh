@@ -24,16 +24,17 @@ constexpr int kRecordBytes = kPacked ? KMLA_PACKED_BYTES : kE4m3 ? KMLA_E4M3_BYT
 constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
                        : kE4m3 ? KMLA_I_PITCH_E4M3
                                : KMLA_I_PITCH_BF16;
-constexpr int kStages = kPacked ? KMLA_I_STAGES_PACKED
-                        : kE4m3 ? KMLA_I_STAGES_E4M3
-                                : KMLA_I_STAGES_BF16;
+constexpr int kStages = KMLA_STAGES;
+// Where an SM has room for two large blocks, they share it and leave the query's fragments in shared
+// memory; a block alone keeps them in registers.
+constexpr int kResident = KMLA_RESIDENT;
+constexpr bool kQueryShared = kResident > 1 && kTile > 16;
 constexpr int kStep = KMLA_I_STEP_TOKENS;
 constexpr int kBlocks = KMLA_I_STEP_TOKENS / 16;  // token halves in QK, k16 steps in PV
 constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group
 constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes
 constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
 constexpr int kLanesPerVector = 8;
-constexpr int kBlocksPerSm = kTile <= 16 && !kBf16 ? 2 : 1;
 
 // ---- shared memory, in this order; the host computes the same sum
 
@@ -44,10 +45,14 @@ constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); //
 constexpr int kFactorsAt = kExponentsAt + (kPacked ? kStep * 4 : 0);          // fp32 [32]
 constexpr int kAmaxAt = kFactorsAt + kTile * 4;                               // fp32 [tile]
 constexpr int kMiscAt = kAmaxAt + kGroups * kTile * 4;                        // fp32 [4][tile]
-static_assert(kMiscAt + KMLA_I_MISC_BYTES == KMLA_SHARED_BYTES, "host and device layouts differ");
-// Query fragments pass through the last stage and the scores on their way to registers.
-constexpr int kQueryAt = (kStages - 1) * kStep * kPitch;
-static_assert(kQueryAt + kTile * KMLA_QUERY_DIMS * 2 <= kWeightsAt, "the query fits");
+constexpr int kEnd = kMiscAt + KMLA_I_MISC_BYTES;
+// The query's fragments: behind all that, or, on their way to registers, in the last stage and the
+// scores.
+constexpr int kQueryBytes = kTile * KMLA_QUERY_DIMS * 2;
+constexpr int kQueryAt = kQueryShared ? kEnd : (kStages - 1) * kStep * kPitch;
+static_assert(kQueryShared || kQueryAt + kQueryBytes <= kWeightsAt, "the query fits");
+static_assert(kEnd + (kQueryShared ? kQueryBytes : 0) == KMLA_SHARED_BYTES,
+              "host and device layouts differ");
 static_assert(kStages * 16 + 16 <= KMLA_I_MISC_BYTES,
               "misc holds a barrier and 8 mask bytes a stage, and the tile's bounds");
 
@@ -60,10 +65,9 @@ struct reader_state {
     int first_vector;                          // of the tile
     int split;
     // Fragments that live through the loop.
-    uint32_t query[kQuerySteps][kColumns][2];
+    word2 query[kQueryShared ? 1 : kQuerySteps][kColumns];
     float out[4][kColumns][4]; // O^T of 64 dims: tile j has dims 8 * row_in_quad + 2j and + 2j + 1
     // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.
-    token_range range;
     float scale;            // of scores, to log2 units
     float weight_reference; // log2; weights are exp2(score + exponent - weight_reference)
     float sum_reference;    // log2; sum has exp2(score - sum_reference)
@@ -76,6 +80,9 @@ KMLA_DEVICE float* scores_of(int group) {
 }
 KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }
 KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
+KMLA_DEVICE uint16_t* ratios_of(int group) {
+    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
+}
 // Largest magnitude of each vector's dims of one group (and its 16 rope lanes).
 KMLA_DEVICE float* amax_of(int group) {
     return (float*)(shared_memory() + kAmaxAt) + group * kTile;
@@ -97,13 +104,25 @@ KMLA_DEVICE tile_bounds& bounds() {
     return *(tile_bounds*)(shared_memory() + kMiscAt + kStages * 16);
 }
 
+// What this split reads of each vector's tokens, where amax was. `whole`: all of them.
+struct vector_range {
+    int begin, end, whole, unused;
+};
+KMLA_DEVICE vector_range& range_of(int n) {
+    return ((vector_range*)(shared_memory() + kAmaxAt))[n];
+}
+
 // ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
 //
 // Lane l holds vector 8j + l/4 and, of 16 dims, dims 4(l%4)..+3: the k order of the records' 4-byte
-// words, so that A fragments need no shuffling. Warps are 2 x 4 groups of dims; each of the two
-// loads every other column j, and they exchange through shared memory.
+// words, so that A fragments need no shuffling. Of the two warps of a group of dims each prepares
+// every other column j, in shared memory, where both then read.
 
-constexpr int kMyColumns = (kColumns + 1) / 2;
+// The fragments of k16 step k and column j, 8 bytes a lane.
+KMLA_DEVICE word2& staged_query(int group, int k, int j, int lane) {
+    return ((word2*)(shared_memory() + kQueryAt))[((group * kQuerySteps + k) * kColumns + j) * 32 +
+                                                  lane];
+}
 
 KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {
     float x[4];
@@ -113,29 +132,52 @@ KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {
     return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
 }
 
-// One lane's dims of one vector, exactly, as BF16. An E4M3 query's one scale is in score_scale.
-KMLA_DEVICE void load_query_vector(const kmla_i_reader_args& args, uint64_t record, int group,
-                                   int column, word2 (&query)[kQuerySteps]) {
-    int latent = group * KMLA_GROUP_DIMS + 4 * column, rope = 16 * group + 4 * column;
-    if (args.query_format == KMLA_QUERY_BF16) {
-#pragma unroll
-        for (int k = 0; k < kLatentSteps; k++) {
-            query[k] = *(const word2*)(record + 2 * (latent + 16 * k));
+// Stages column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in
+// score_scale.
+KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_state& s, int j) {
+    int group = s.warp % kGroups;
+    int latent = group * KMLA_GROUP_DIMS + 4 * s.column, rope = 16 * group + 4 * s.column;
+    int vector = s.first_vector + 8 * j + s.row_in_quad;
+    if (vector >= s.vectors) {
+        for (int k = 0; k < kQuerySteps; k++) {
+            staged_query(group, k, j, s.lane) = word2{0, 0};
         }
-        query[kLatentSteps] = *(const word2*)(record + 2 * (KMLA_LATENT_DIMS + rope));
+        return;
+    }
+    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
+                      vector % args.heads * args.query_head_stride;
+    if (args.query_format == KMLA_QUERY_BF16) {
+        word2 loaded[kQuerySteps];
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; k++) {
+            int dim = k < kLatentSteps ? latent + 16 * k : KMLA_LATENT_DIMS + rope;
+            loaded[k] = *(const word2*)(record + 2 * dim);
+        }
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; k++) {
+            staged_query(group, k, j, s.lane) = loaded[k];
+        }
         return;
     }
     bool packed = args.query_format == KMLA_QUERY_PACKED;
     float scale = packed ? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[group] : 1.0f;
-#pragma unroll
-    for (int k = 0; k < kLatentSteps; k++) {
-        query[k] = codes_to_bf16(*(const uint32_t*)(record + latent + 16 * k), scale);
+#pragma unroll 1
+    for (int k = 0; k < kQuerySteps; k++) {
+        word2 pair;
+        if (packed && k == kLatentSteps) {
+            pair = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);
+        } else {
+            int dim = k < kLatentSteps ? latent + 16 * k : KMLA_LATENT_DIMS + rope;
+            pair = codes_to_bf16(*(const uint32_t*)(record + dim), scale);
+        }
+        staged_query(group, k, j, s.lane) = pair;
     }
-    if (packed) {
-        query[kLatentSteps] = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);
-    } else {
-        query[kLatentSteps] =
-            codes_to_bf16(*(const uint32_t*)(record + KMLA_LATENT_DIMS + rope), 1.0f);
+}
+
+KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {
+#pragma unroll 1
+    for (int j = s.warp / kGroups; j < kColumns; j += 2) {
+        load_query_column(args, s, j);
     }
 }
 
@@ -145,13 +187,11 @@ KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
 }
 
 // Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.
-KMLA_DEVICE float query_amax(const word2 (&query)[kQuerySteps], int steps) {
+KMLA_DEVICE float staged_amax(const reader_state& s, int j, int steps) {
     float amax = 0;
-#pragma unroll
-    for (int k = 0; k < kQuerySteps; k++) {
-        if (k < steps) {
-            amax = amax_of_pair(amax_of_pair(amax, query[k].x), query[k].y);
-        }
+    for (int k = 0; k < steps; k++) {
+        word2 pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        amax = amax_of_pair(amax_of_pair(amax, pair.x), pair.y);
     }
     amax = maximum(amax, shuffle_xor(amax, 1));
     return maximum(amax, shuffle_xor(amax, 2));
@@ -163,15 +203,16 @@ KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float invers
 }
 
 // What the packed query writer would store, read back: exact in BF16.
-KMLA_DEVICE void round_query_to_packed(word2 (&query)[kQuerySteps]) {
-    float amax = query_amax(query, kLatentSteps);
+KMLA_DEVICE void round_query_to_packed(const reader_state& s, int j) {
+    float amax = staged_amax(s, j, kLatentSteps);
     const float largest = bits_float(0x7F7FFFFFu);
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kLatentSteps; k++) {
-        query[k].x = round_pair_to_e4m3(query[k].x, scale, inverse);
-        query[k].y = round_pair_to_e4m3(query[k].y, scale, inverse);
+        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        pair.x = round_pair_to_e4m3(pair.x, scale, inverse);
+        pair.y = round_pair_to_e4m3(pair.y, scale, inverse);
     }
 }
 
@@ -189,73 +230,48 @@ KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
     return to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
-// The fragments of k16 step k and column j, 8 bytes a lane.
-KMLA_DEVICE word2* staged_query(int group, int k, int j, int lane) {
-    return (word2*)(shared_memory() + kQueryAt) +
-           ((group * kQuerySteps + k) * kColumns + j) * 32 + lane;
+KMLA_DEVICE void normalise_query(const reader_state& s, int j) {
+    float factor =
+        bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad)) << 23);
+#pragma unroll 3
+    for (int k = 0; k < kQuerySteps; k++) {
+        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV
+        pair.x = normalise_pair(pair.x, factor, to_f16);
+        pair.y = normalise_pair(pair.y, factor, to_f16);
+    }
 }
 
-KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {
-    int group = s.warp % kGroups, half = s.warp / kGroups;
-    word2 query[kMyColumns][kQuerySteps];
-#pragma unroll
-    for (int i = 0; i < kMyColumns; i++) {
-        int n = 8 * (2 * i + half) + s.row_in_quad, vector = s.first_vector + n;
-        if (n < kTile && vector < s.vectors) {
-            uint64_t record = args.query +
-                              (s.first_row + vector / args.heads) * args.query_row_stride +
-                              vector % args.heads * args.query_head_stride;
-            load_query_vector(args, record, group, s.column, query[i]);
-        } else {
-            for (int k = 0; k < kQuerySteps; k++) {
-                query[i][k] = word2{0, 0};
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kMyColumns; i++) {
-        int n = 8 * (2 * i + half) + s.row_in_quad;
+// From values to fragments.
+KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
+    int group = s.warp % kGroups;
+    for (int j = s.warp / kGroups; j < kColumns; j += 2) {
         if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
-            round_query_to_packed(query[i]);
+            round_query_to_packed(s, j);
         }
-        float amax = query_amax(query[i], kQuerySteps);
-        if (n < kTile && s.column == 0) {
-            amax_of(group)[n] = amax;
+        float amax = staged_amax(s, j, kQuerySteps);
+        if (s.column == 0) {
+            amax_of(group)[8 * j + s.row_in_quad] = amax;
         }
     }
     sync_block();
-#pragma unroll
-    for (int i = 0; i < kMyColumns; i++) {
-        int j = 2 * i + half;
-        if (j >= kColumns) {
-            continue;
+    s.scale = args.score_scale;
+    if (!kBf16) {
+        for (int j = s.warp / kGroups; j < kColumns; j += 2) {
+            normalise_query(s, j);
         }
-        float factor = bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad))
-                                  << 23);
+        if (thread_index() / kLanesPerVector < kTile) {
+            s.scale *= norm_of(thread_index() / kLanesPerVector);
+        }
+    }
+    sync_block();
+    if (!kQueryShared) {
 #pragma unroll
         for (int k = 0; k < kQuerySteps; k++) {
-            word2 pair = query[i][k];
-            bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV
-            if (!kBf16) {
-                pair.x = normalise_pair(pair.x, factor, to_f16);
-                pair.y = normalise_pair(pair.y, factor, to_f16);
+            for (int j = 0; j < kColumns; j++) {
+                s.query[k][j] = staged_query(group, k, j, s.lane);
             }
-            *staged_query(group, k, j, s.lane) = pair;
         }
-    }
-    sync_block();
-#pragma unroll
-    for (int k = 0; k < kQuerySteps; k++) {
-        for (int j = 0; j < kColumns; j++) {
-            word2 pair = *staged_query(group, k, j, s.lane);
-            s.query[k][j][0] = pair.x;
-            s.query[k][j][1] = pair.y;
-        }
-    }
-    int n = thread_index() / kLanesPerVector;
-    s.scale = args.score_scale;
-    if (!kBf16 && n < kTile) {
-        s.scale *= norm_of(n);
     }
 }
 
@@ -266,21 +282,24 @@ KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {
                        maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};
 }
 
-// Each thread's vector's range, and the tile's bounds.
-KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {
+// Returns the range of the thread's vector, and sets the tile's bounds.
+KMLA_DEVICE vector_range find_ranges(const kmla_i_reader_args& args, const reader_state& s) {
     int n = thread_index() / kLanesPerVector;
     int vector = s.first_vector + n;
     tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
-    s.range = token_range{0, 0};
+    vector_range range = {0, 0, 0, 0};
     if (n < kTile && vector < s.vectors) {
         int i = vector / args.heads;
         token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
-        s.range = split_range(args, row, s.split);
-        mine.full_begin = s.range.begin;
-        mine.full_end = s.range.end;
-        if (s.range.begin < s.range.end) {
-            mine.begin = s.range.begin;
-            mine.end = s.range.end;
+        token_range part = split_range(args, row, s.split);
+        range.begin = part.begin;
+        range.end = part.end;
+        range.whole = part.begin == row.begin && part.end == row.end;
+        mine.full_begin = range.begin;
+        mine.full_end = range.end;
+        if (range.begin < range.end) {
+            mine.begin = range.begin;
+            mine.end = range.end;
         }
     }
     for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {
@@ -290,8 +309,8 @@ KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {
                              (int)shuffle_xor((uint32_t)mine.full_end, mask)};
         mine = join(mine, other);
     }
-    // Over the block, through the score buffer, which is not in use yet.
-    tile_bounds* of_warp = (tile_bounds*)scores_of(0);
+    // Over the block, through the weights' memory, which is not in use yet.
+    tile_bounds* of_warp = (tile_bounds*)weights();
     if (s.lane == 0) {
         of_warp[s.warp] = mine;
     }
@@ -302,6 +321,7 @@ KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, reader_state& s) {
         }
         bounds() = mine;
     }
+    return range;
 }
 
 // ---- KV to shared memory
@@ -448,10 +468,11 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
         }
 #pragma unroll
         for (int j = 0; j < kColumns; j++) {
+            word2 b = kQueryShared ? staged_query(group, k, j, s.lane) : s.query[k][j];
             if (kBf16 || (kPacked && rope)) {
-                mma_bf16(score[j], a, s.query[k][j][0], s.query[k][j][1]);
+                mma_bf16(score[j], a, b.x, b.y);
             } else {
-                mma_f16(score[j], a, s.query[k][j][0], s.query[k][j][1]);
+                mma_f16(score[j], a, b.x, b.y);
             }
         }
     }
@@ -465,7 +486,7 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
     }
 }
 
-// ---- scales of packed records: 2^exponent goes with the token's weight, the rest with V
+// ---- scales of packed records: 2^exponent goes with the score, the rest with the f16 weight
 
 // Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio
 // scale / 2^e. A token that does not exist has ratio 0, and so has a scale that is no number: such
@@ -487,8 +508,7 @@ KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage, const
     float first = bits_float((uint32_t)(127 - exponent / 2) << 23);
     float second = bits_float((uint32_t)(127 - (exponent - exponent / 2)) << 23);
     if (s.lane < 16) {
-        uint16_t* ratios = (uint16_t*)(shared_memory() + kRatiosAt);
-        ratios[group * kStep + token] = (uint16_t)pack_f16(scale * first * second, 0.0f);
+        ratios_of(group)[token] = (uint16_t)pack_f16(scale * first * second, 0.0f);
         if (group == 0) {
             ((float*)(shared_memory() + kExponentsAt))[token] = (float)exponent;
         }
@@ -526,6 +546,10 @@ KMLA_DEVICE void exponentials(const float (&x)[4], float reference, float (&p)[4
     }
 }
 
+KMLA_DEVICE float sum_of_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return (bits_float(a) + bits_float(b)) + (bits_float(c) + bits_float(d));
+}
+
 // Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.
 // `masked`: some vector may not see some token.
 template <bool masked>
@@ -534,13 +558,15 @@ KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* m
     if (n >= kTile) {
         return false;
     }
-    float x[4] = {0, 0, 0, 0}, y[4], p[4];
-#pragma unroll
+    float x[4], y[4], p[4];
+    word4 part[kGroups];
     for (int g = 0; g < kGroups; g++) {
-        word4 part = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);
-        x[0] += bits_float(part.x), x[1] += bits_float(part.y);
-        x[2] += bits_float(part.z), x[3] += bits_float(part.w);
+        part[g] = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);
     }
+    x[0] = sum_of_groups(part[0].x, part[1].x, part[2].x, part[3].x);
+    x[1] = sum_of_groups(part[0].y, part[1].y, part[2].y, part[3].y);
+    x[2] = sum_of_groups(part[0].z, part[1].z, part[2].z, part[3].z);
+    x[3] = sum_of_groups(part[0].w, part[1].w, part[2].w, part[3].w);
     uint32_t exists = masked ? masks[quad] : 0xF;
     word4 exponents = {0, 0, 0, 0};
     if (kPacked) {
@@ -548,9 +574,10 @@ KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* m
     }
     float exponent[4] = {bits_float(exponents.x), bits_float(exponents.y), bits_float(exponents.z),
                          bits_float(exponents.w)};
+    vector_range range = masked ? range_of(n) : vector_range{0, 0, 0, 0};
     for (int i = 0; i < 4; i++) {
         int token = first_token + 4 * quad + i;
-        bool visible = token >= s.range.begin && token < s.range.end && (exists >> i & 1);
+        bool visible = token >= range.begin && token < range.end && (exists >> i & 1);
         x[i] = !masked || visible ? x[i] * s.scale : -infinity();
         y[i] = x[i] + exponent[i];
     }
@@ -605,9 +632,7 @@ KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {
 // V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose
 // bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not
 // reach it; a vector that does see the token has its NaN from the score.
-template <bool masked>
-KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t ratio_low, uint32_t ratio_high,
-                                  uint32_t (&a)[4][4]) {
+template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {
     const uint32_t largest = 0x7BFF7BFFu; // 65504
     word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),
                       *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};
@@ -622,9 +647,7 @@ KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t ratio_low, uint32_
             uint32_t pair[2];
             e4m3x4_to_f16(woven[m], pair);
             for (int i = 0; i < 2; i++) {
-                uint32_t value =
-                    kPacked ? multiply_f16x2(pair[i], half ? ratio_high : ratio_low) : pair[i];
-                a[m][2 * half + i] = masked ? minimum_f16x2(value, largest) : value;
+                a[m][2 * half + i] = masked ? minimum_f16x2(pair[i], largest) : pair[i];
             }
         }
     }
@@ -658,27 +681,36 @@ KMLA_DEVICE void load_weights(const reader_state& s, int k, uint32_t (&weight)[k
     }
 }
 
+// Packed: the rest of the scales of the warp's group of dims.
+KMLA_DEVICE void scale_weights(const reader_state& s, uint32_t (&weight)[kColumns][4]) {
+    const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t ratio = ratios[4 * i]; // of tokens 8i + 2 * column and the next
+        for (int j = 0; j < kColumns; j++) {
+            weight[j][i] = multiply_f16x2(weight[j][i], ratio);
+        }
+    }
+}
+
 template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
-    const uint32_t* ratios =
-        (const uint32_t*)(shared_memory() + kRatiosAt) + s.warp / 2 * (kStep / 2);
     uint32_t weight[kColumns][4];
+    if (!kBf16) {
+        load_weights(s, 0, weight);
+    }
+    if (kPacked) {
+        scale_weights(s, weight);
+    }
 #pragma unroll
     for (int k = 0; k < kBlocks; k++) {
         const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;
         uint32_t a[4][4];
-        if (kBf16 || k == 0) {
-            load_weights(s, k, weight);
-        }
         if (kBf16) {
+            load_weights(s, k, weight);
             load_bf16_values<masked>(records + 2 * dim, a);
         } else {
-            uint32_t ratio[2] = {0, 0};
-            if (kPacked) {
-                ratio[0] = ratios[8 * k + s.column];
-                ratio[1] = ratios[8 * k + s.column + 4];
-            }
-            load_code_values<masked>(records + dim, ratio[0], ratio[1], a);
+            load_code_values<masked>(records + dim, a);
         }
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -686,10 +718,12 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
             for (int j = 0; j < kColumns; j++) {
                 if (kBf16) {
                     mma_bf16(s.out[m][j], a[m], weight[j][0], weight[j][1]);
-                    mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);
                 } else {
                     mma_f16(s.out[m][j], a[m], weight[j][2 * k], weight[j][2 * k + 1]);
                 }
+            }
+            for (int j = 0; j < kColumns && kBf16; j++) {
+                mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);
             }
         }
     }
@@ -702,17 +736,25 @@ KMLA_DEVICE int64_t part_index(const kmla_i_reader_args& args, int split, int64_
     return (split * (int64_t)args.rows + row) * args.heads + head;
 }
 
+// `final`: this is the row's result, not a part of it. Its partial's lse is then +inf, which tells
+// the merge so.
 KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,
-                           float lse) {
+                           float lse, bool final) {
     if (args.splits > 1) {
-        ((float*)args.part_lse)[part_index(args, split, row, head)] = lse;
-    } else if (args.lse) {
+        float part_lse = final ? infinity() : lse;
+        ((float*)args.part_lse)[part_index(args, split, row, head)] = part_lse;
+    }
+    if (final && args.lse) {
         ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;
     }
 }
 
-// The split's lse of each vector, and through `factors` what its accumulators times; negative
-// means that it saw no token.
+// Where each vector's result goes, in the scores' memory: twice the index of its first element, + 1
+// if that is in the output and not in a partial; negative: nowhere.
+KMLA_DEVICE int64_t* targets() { return (int64_t*)scores_of(0); }
+
+// The split's lse of each vector; for store_results, what its accumulators times and where they go.
+// A vector without tokens gets zeros as its output, but no partial: its weight is 0.
 KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
     const float ln_2 = 0.693147181f;
     int n = thread_index() / kLanesPerVector;
@@ -723,17 +765,29 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s)
     s.sum += shuffle_xor(s.sum, 2);
     s.sum += shuffle_xor(s.sum, 4);
     int vector = s.first_vector + n;
-    if (thread_index() % kLanesPerVector != 0 || vector >= s.vectors) {
+    if (thread_index() % kLanesPerVector != 0) {
+        return;
+    }
+    targets()[n] = -1;
+    if (vector >= s.vectors) {
         return;
     }
     bool empty = s.sum == 0;
+    bool final = args.splits == 1 || (!empty && range_of(n).whole);
     float lse = empty ? -infinity() : (s.sum_reference + log2_fast(s.sum)) * ln_2;
     float factor = args.kv_scale;
     if (kPacked) { // the two references differ by about the exponent of the scales
         factor = exp2_fast(s.weight_reference - s.sum_reference);
     }
-    factors()[n] = empty ? -1.0f : divide(factor, s.sum);
-    store_lse(args, s.split, s.first_row + vector / args.heads, vector % args.heads, lse);
+    factors()[n] = empty ? 0 : divide(factor, s.sum);
+    int64_t row = s.first_row + vector / args.heads;
+    int head = vector % args.heads;
+    store_lse(args, s.split, row, head, lse, final);
+    if (final) {
+        targets()[n] = 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1;
+    } else if (!empty) {
+        targets()[n] = 2 * part_index(args, s.split, row, head) * KMLA_LATENT_DIMS;
+    }
 }
 
 // Eight neighbouring dims of one vector.
@@ -750,33 +804,26 @@ KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (
     }
 }
 
-// A vector without tokens gets zeros as its output, but no partial: its weight is 0.
 KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const reader_state& s) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i, vector = s.first_vector + n;
-            if (vector >= s.vectors) {
+            int n = 8 * j + 2 * s.column + i;
+            int64_t target = targets()[n];
+            if (target < 0) {
                 continue;
             }
+            bool final = target & 1;
             float factor = factors()[n], x[8];
-            bool empty = factor < 0;
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                x[2 * m] = empty ? 0 : s.out[m][j][i] * factor;
-                x[2 * m + 1] = empty ? 0 : s.out[m][j][2 + i] * factor;
+                x[2 * m] = factor == 0 ? 0 : s.out[m][j][i] * factor;
+                x[2 * m + 1] = factor == 0 ? 0 : s.out[m][j][2 + i] * factor;
             }
-            int64_t row = s.first_row + vector / args.heads;
-            int head = vector % args.heads;
-            if (args.splits == 1) {
-                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
-                          args.out_type, x);
-            } else if (!empty) {
-                int64_t part = part_index(args, s.split, row, head);
-                store_out(args.part_out, part * KMLA_LATENT_DIMS + dim, args.partial_type, x);
-            }
+            store_out(final ? args.out : args.part_out, target / 2 + dim,
+                      final ? args.out_type : args.partial_type, x);
         }
     }
 }
@@ -813,10 +860,16 @@ KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
                           args.out_type, zeros);
             }
             if (dim == 0) {
-                store_lse(args, block_y(), row, head, -infinity());
+                store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);
             }
         }
     }
+}
+
+// Every vector of the tile sees every token of the step.
+KMLA_DEVICE bool is_full(int token, const uint8_t* masks) {
+    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&
+           *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full;
 }
 
 // Softmax and PV of a step whose scores are there.
@@ -829,9 +882,9 @@ KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,
     multiply_values<masked>(s, stage);
 }
 
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
-    int first = bounds().begin / kStep * kStep;
-    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
+// Starts the copies of the first steps, all but one stage.
+KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,
+                            int steps) {
     int entry = look_up(args, s, first);
 #pragma unroll 1
     for (int step = 0; step < kStages - 1; step++) {
@@ -840,7 +893,17 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
         }
         copy_async_commit();
     }
-    load_query(args, s);
+    return entry;
+}
+
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, vector_range range) {
+    int first = bounds().begin / kStep * kStep;
+    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
+    if (steps == 0) {
+        return;
+    }
+    int entry = fill_stages(args, s, first, steps);
+    finish_query(args, s);
     for (int step = 0; step < steps; step++) {
         int token = first + step * kStep, ahead = step + kStages - 1;
         const uint8_t* stage = stage_of(step);
@@ -851,19 +914,23 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
             entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
         }
         copy_async_commit();
+        if (step == 0 && thread_index() / kLanesPerVector < kTile) {
+            range_of(thread_index() / kLanesPerVector) = range;
+        }
+        bool full = is_full(token, masks);
         split_scales(s, stage, masks);
         multiply_keys(s, stage);
         sync_block();
-        if (token >= bounds().full_begin && token + kStep <= bounds().full_end &&
-            *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full) {
+        if (full) {
             weigh_values<false>(s, token, stage, masks);
         } else {
             weigh_values<true>(s, token, stage, masks);
         }
     }
+    sync_block();
 }
 
-KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kBlocksPerSm) {
+KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;
@@ -891,11 +958,11 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kBlocksPerSm
         barrier_init_fence();
     }
 #endif
-    find_ranges(args, s);
+    load_query(args, s); // first, for its latency
+    vector_range range = find_ranges(args, s);
     sync_block();
-    read_tokens(args, s);
+    read_tokens(args, s, range);
     launch_dependents();
-    sync_block();
     find_rows(args, s); // again: cheaper than registers through the loop
     finish_softmax(args, s);
     sync_block();

@@ -71,14 +71,13 @@ KMLA_DEVICE float bf16_high(uint32_t pair) { return bits_float(pair & 0xFFFF0000
 
 KMLA_DEVICE uint32_t float_to_bf16(float value) { return pack_bf16(value, 0.0f) & 0xFFFFu; }
 
-// Scale of a packed query's group: max(amax, 1e-4) / 448, rounded up to a power of two.
+// Scale of a packed query's group: max(amax * (1/448), 1e-4), rounded up to a power of two.
 KMLA_DEVICE float round_up_to_power_of_two(float value) {
     uint32_t bits = float_bits(value);
     return bits_float((bits & 0x7F800000u) + ((bits & 0x007FFFFFu) ? 0x00800000u : 0));
 }
 KMLA_DEVICE float packed_query_scale(float amax) {
-    amax = amax < 1e-4f ? 1e-4f : amax;
-    return round_up_to_power_of_two(multiply(amax, 1.0f / 448.0f));
+    return round_up_to_power_of_two(maximum(multiply(amax, 1.0f / 448.0f), 1e-4f));
 }
 // 1 / scale of a power of two, from its exponent.
 KMLA_DEVICE float power_of_two_inverse(float scale) {

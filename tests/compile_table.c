@@ -1,0 +1,208 @@
+// Compiles every kernel for real architectures and prints what ptxas says of each, one a row. Needs
+// NVRTC and no GPU. Fails if a kernel does not compile, spills, or asks for too much shared memory.
+//
+//     compile_table [--nvrtc PATH]                    says which NVRTC, and the table's heading
+//     compile_table [--nvrtc PATH] ARCHITECTURE...    its rows, e.g. compile_table 80 90 120
+//
+// Architectures that this NVRTC does not know are said to be skipped.
+
+#define KIMI_MLA_IMPLEMENTATION
+#include "../kimi_mla.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LIMIT_SHARED_BYTES 101376 // of a block on sm_86, 89 and 120, the smallest that is served
+
+static int failures;
+
+static void fail(const char* what, const char* detail) {
+    fprintf(stderr, "compile_table: %s: %s\n", what, detail);
+    ++failures;
+}
+
+// What one variant is called in the table.
+typedef struct variant {
+    int architecture; // major * 10 + minor
+    const char* kv;   // "-" for support kernels
+    int tile;
+    int dynamic_shared;
+    int rows_expected, rows_printed;
+} variant;
+
+// ptxas writes three lines for a kernel, in this order.
+static void print_kernels(void* user, const char* log) {
+    variant* v = (variant*)user;
+    const char* entry = log;
+    while ((entry = strstr(entry, "Compiling entry function '")) != NULL) {
+        char name[64];
+        int stack, stores, loads, registers, shared;
+        const char* frame = strstr(entry, "bytes stack frame");
+        const char* used = strstr(entry, ": Used ");
+        const char* line_end;
+        if (!frame || !used || sscanf(entry, "Compiling entry function '%63[^']", name) != 1) {
+            fail("cannot read ptxas's log", entry);
+            return;
+        }
+        while (frame > entry && frame[-1] != '\n') {
+            --frame;
+        }
+        frame += strcspn(frame, "0123456789");
+        if (sscanf(frame, "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads",
+                   &stack, &stores, &loads) != 3 ||
+            sscanf(used, ": Used %d registers", &registers) != 1) {
+            fail("cannot read ptxas's log", entry);
+            return;
+        }
+        // Static shared memory is named only if there is some: "..., 1024 bytes smem".
+        line_end = strchr(used, '\n');
+        shared = 0;
+        if (strstr(used, " bytes smem") && strstr(used, " bytes smem") < line_end) {
+            const char* at = strstr(used, " bytes smem");
+            while (at > used && at[-1] != ' ') {
+                --at;
+            }
+            shared = atoi(at);
+        }
+        shared += v->dynamic_shared;
+        printf("sm_%-4d %-17s %-7s %5d %10d %7d %7d %7d\n", v->architecture, name, v->kv, v->tile,
+               registers, stores + loads, shared, stack);
+        if (stores + loads != 0) {
+            fail(name, "spills registers");
+        }
+        if (shared > LIMIT_SHARED_BYTES) {
+            fail(name, "needs more shared memory than some cards have");
+        }
+        ++v->rows_printed;
+        entry = line_end ? line_end : used;
+    }
+}
+
+static kmla_device card(int architecture) {
+    kmla_device device;
+    memset(&device, 0, sizeof device);
+    device.compute_major = architecture / 10;
+    device.compute_minor = architecture % 10;
+    device.multiprocessors = 132;
+    device.shared_bytes = LIMIT_SHARED_BYTES;
+    device.shared_bytes_sm = LIMIT_SHARED_BYTES + 1024;
+    return device;
+}
+
+static kmla_status compile(kmla_gpu* gpu, const kmla_plan* plan, variant* v) {
+    kmla_device device = card(v->architecture);
+    kmla_log log;
+    kmla_image image;
+    kmla_error error;
+    kmla_status status;
+    log.write = print_kernels;
+    log.user = v;
+    status = kmla_gpu_compile(gpu, plan, &device, &log, &image, &error);
+    if (status == KMLA_ERROR_ARCHITECTURE) {
+        return status;
+    }
+    if (status != KMLA_OK) {
+        fail(kmla_status_name(status), error.message);
+        return status;
+    }
+    if (image.bytes < 4 || memcmp(image.data, "\177ELF", 4) != 0) {
+        fail("an image is not a cubin", v->kv);
+    }
+    if (v->rows_printed != v->rows_expected) {
+        fail("the log does not name every kernel", v->kv);
+    }
+    kmla_image_free(&image);
+    fflush(stdout);
+    return KMLA_OK;
+}
+
+static kmla_status compile_support(kmla_gpu* gpu, int architecture) {
+    variant v;
+    v.architecture = architecture;
+    v.kv = "-";
+    v.tile = 0;
+    v.dynamic_shared = 0;
+    v.rows_expected = 4; // merge, combine, write_kv, write_query
+    v.rows_printed = 0;
+    return compile(gpu, NULL, &v);
+}
+
+static void compile_reader(kmla_gpu* gpu, int architecture, int32_t kv_format, int32_t tile) {
+    static const char* const kv_names[] = {"packed", "e4m3", "bf16"};
+    kmla_device device = card(architecture);
+    kmla_shape shape;
+    kmla_plan plan;
+    kmla_error error;
+    variant v;
+    memset(&shape, 0, sizeof shape);
+    shape.requests = 1;
+    shape.rows_per_request = 4;
+    shape.heads = 99;
+    shape.capacity_tokens = 16384;
+    shape.kv_format = kv_format;
+    shape.tile = tile;
+    if (kmla_plan_decode(&shape, &device, &plan, &error) != KMLA_OK) {
+        fail(kv_names[kv_format], error.message);
+        return;
+    }
+    v.architecture = architecture;
+    v.kv = kv_names[kv_format];
+    v.tile = tile;
+    v.dynamic_shared = plan.shared_bytes;
+    v.rows_expected = 1;
+    v.rows_printed = 0;
+    compile(gpu, &plan, &v);
+}
+
+// An architecture that does not exist is refused with the version and path of the NVRTC found.
+static void print_heading(kmla_gpu* gpu) {
+    kmla_device nothing = card(0);
+    kmla_image image;
+    kmla_error error;
+    if (kmla_gpu_compile(gpu, NULL, &nothing, NULL, &image, &error) != KMLA_ERROR_ARCHITECTURE) {
+        fail(kmla_status_name(error.status), error.message);
+        return;
+    }
+    printf("NVRTC %d.%d (%s)\n", (int)error.nvrtc_version / 1000,
+           (int)error.nvrtc_version % 1000 / 10, error.library);
+    printf("%-7s %-17s %-7s %5s %10s %7s %7s %7s\n", "card", "kernel", "kv", "tile", "registers",
+           "spills", "shared", "stack");
+}
+
+int main(int argc, char** argv) {
+    static const int32_t tiles[] = {8, 16, 32};
+    kmla_gpu_desc desc;
+    kmla_gpu* gpu;
+    kmla_error error;
+    int argument = 1;
+    memset(&desc, 0, sizeof desc);
+    desc.without_cuda = 1;
+    if (argc > 2 && strcmp(argv[1], "--nvrtc") == 0) {
+        desc.nvrtc_path = argv[2];
+        argument = 3;
+    }
+    if (kmla_gpu_open(&desc, &gpu, &error) != KMLA_OK) {
+        fail(kmla_status_name(error.status), error.message);
+        return 1;
+    }
+    if (argument == argc) {
+        print_heading(gpu);
+    }
+    for (; argument < argc; ++argument) {
+        int architecture = atoi(argv[argument]);
+        int32_t kv_format;
+        int i;
+        if (compile_support(gpu, architecture) == KMLA_ERROR_ARCHITECTURE) {
+            printf("sm_%-4d skipped: this NVRTC does not know it\n", architecture);
+            continue;
+        }
+        for (kv_format = KMLA_KV_PACKED; kv_format <= KMLA_KV_BF16; ++kv_format) {
+            for (i = 0; i < 3; ++i) {
+                compile_reader(gpu, architecture, kv_format, tiles[i]);
+            }
+        }
+    }
+    kmla_gpu_close(gpu);
+    return failures != 0;
+}

@@ -1,0 +1,116 @@
+// A CUDA block on the CPU: what instructions.h, the fake driver and the self tests share.
+//
+// Every thread of a block is a fiber. One fiber runs at a time, until it waits for something: the
+// rest of its warp (warp_together), of its block (sync_block), or a bulk copy (barrier_wait).
+// scheduler.cpp then resumes another, chosen by a seeded random number. No standard header is
+// included, because the device source defines uint64_t and friends itself.
+
+#ifndef KMLA_EMULATOR_H
+#define KMLA_EMULATOR_H
+
+namespace emulator {
+
+// ---- the running thread
+
+struct place {
+    int thread;            // index in its block
+    int block[3];          // index of the block in the grid
+    int grid[3];           // blocks of the grid
+    unsigned char* shared; // dynamic shared memory of the block
+    unsigned shared_bytes;
+};
+extern place here; // of the fiber that runs now
+
+// Prints where and what, then aborts. For all that hardware would leave undefined.
+[[noreturn]] void die(const char* format, ...);
+// Aborts unless [pointer, pointer + bytes) is the block's shared memory and aligned.
+void check_shared(const char* instruction, const void* pointer, unsigned bytes, unsigned alignment);
+
+// ---- meeting points
+
+// All 32 lanes of a warp come here with their own operand; the last to arrive calls
+// work(operands), which does the instruction for all lanes. Different instructions in one warp
+// at a time abort.
+typedef void (*warp_work)(void* const operands[32]);
+void warp_together(const char* instruction, warp_work work, void* operand);
+
+// Barrier of the threads of the block that have not ended; true if any predicate was.
+bool sync_block(const char* instruction, bool predicate);
+
+// ---- asynchronous copies: the destination is poison until the copy is waited for
+
+void copy_async(void* shared, const void* global, bool read); // 16 bytes
+void copy_async_commit();
+void copy_async_wait(int pending);
+
+void barrier_init(unsigned long long* barrier, unsigned arrivals);
+void barrier_init_fence();
+void barrier_arrive_expect(unsigned long long* barrier, unsigned bytes);
+void barrier_wait(unsigned long long* barrier, unsigned parity);
+void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long long* barrier);
+
+void wait_dependency();
+
+// ---- arithmetic of the instructions, by the PTX manual; bit patterns in and out
+
+float f16_to_float(unsigned bits);
+float bf16_to_float(unsigned bits);
+unsigned float_to_f16(float value);  // nearest even; NaN is 0x7FFF
+unsigned float_to_bf16(float value); // nearest even; NaN is 0x7FFF
+unsigned e4m3_to_f16(unsigned code); // exact; NaN is 0x7FFF
+unsigned multiply_f16(unsigned a, unsigned b);
+unsigned minimum_f16(unsigned a, unsigned b); // the number if the other is NaN; -0 < +0
+float exp2_ftz(float value);
+float log2_any(float value);
+
+// d[16x8] += a[16x16] * b[16x8] of a warp
+struct mma_operand {
+    float* d;          // 4
+    const unsigned* a; // 4 pairs
+    unsigned b[2];     // pairs
+};
+void mma_f16(void* const operands[32]);
+void mma_bf16(void* const operands[32]);
+
+// Four 8x8 matrices of 16-bit elements
+struct load_matrix_operand {
+    unsigned* result; // 4 pairs
+    const void* row;  // row lane % 8 of matrix lane / 8
+};
+void load_matrix_x4(void* const operands[32]);
+
+// ---- kernels and launches
+
+// One per KMLA_KERNEL, in a list of its translation unit.
+struct kernel {
+    const char* name;
+    void (*run)(const void* args);
+    unsigned args_bytes;
+    int max_threads;
+    const kernel* next;
+
+    kernel(const char* name, void (*run)(const void* args), unsigned args_bytes, int max_threads,
+           const kernel*& list)
+        : name(name), run(run), args_bytes(args_bytes), max_threads(max_threads), next(list) {
+        list = this;
+    }
+};
+
+struct launch {
+    const kernel* what;
+    const void* args;
+    int grid[3];
+    int threads;
+    unsigned shared_bytes;
+    bool programmatic; // may overlap the kernel before: it has to wait_dependency()
+};
+// Runs every block, in random order, before it returns. One launch runs at a time.
+void run(const launch& work);
+
+} // namespace emulator
+
+// Schedules depend on this and on the number of launches before only. The environment's
+// KMLA_EMULATOR_SEED is the first value.
+extern "C" void kmla_emulator_seed(unsigned long long seed);
+
+#endif

@@ -1,0 +1,211 @@
+// Stands in for tools/device/instructions.cuh: the same names, in the same order, for a block that
+// runs as fibers. `make check` fails if a signature differs.
+
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+
+// KMLA_ARCH comes from the command line.
+#define KMLA_HAS_E4M3_CONVERT (KMLA_ARCH >= 89)
+#define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)
+
+#define KMLA_DEVICE static inline __attribute__((unused))
+static const emulator::kernel* kernels; // of this file, last first
+#define KMLA_KERNEL(name, args_type, threads, blocks)                                              \
+    static void name(const args_type& args);                                                       \
+    static emulator::kernel name##_entry(                                                          \
+        #name, [](const void* args) { name(*(const args_type*)args); }, sizeof(args_type),         \
+        threads, kernels);                                                                         \
+    static void name(const args_type& args)
+
+struct alignas(8) word2 {
+    uint32_t x, y;
+};
+struct alignas(16) word4 {
+    uint32_t x, y, z, w;
+};
+
+// ---- where am I
+
+KMLA_DEVICE int thread_index() { return emulator::here.thread; }
+KMLA_DEVICE int block_x() { return emulator::here.block[0]; }
+KMLA_DEVICE int block_y() { return emulator::here.block[1]; }
+KMLA_DEVICE int block_z() { return emulator::here.block[2]; }
+KMLA_DEVICE int grid_x() { return emulator::here.grid[0]; }
+
+KMLA_DEVICE uint8_t* shared_memory() { return emulator::here.shared; }
+
+KMLA_DEVICE uint32_t shared_address(const void* pointer) {
+    return (uint32_t)((const uint8_t*)pointer - emulator::here.shared);
+}
+
+// ---- barriers, votes, shuffles
+
+KMLA_DEVICE void sync_block() { emulator::sync_block("sync_block", false); }
+KMLA_DEVICE bool sync_block_or(bool predicate) {
+    return emulator::sync_block("sync_block_or", predicate);
+}
+KMLA_DEVICE uint32_t ballot(bool predicate) {
+    struct operand {
+        bool predicate;
+        uint32_t result;
+    } mine = {predicate, 0};
+    emulator::warp_together(
+        "ballot",
+        [](void* const* lanes) {
+            uint32_t votes = 0;
+            for (int i = 0; i < 32; ++i) {
+                votes |= (uint32_t)((operand*)lanes[i])->predicate << i;
+            }
+            for (int i = 0; i < 32; ++i) {
+                ((operand*)lanes[i])->result = votes;
+            }
+        },
+        &mine);
+    return mine.result;
+}
+// All shuffles: lane i gets the value of the lane it names.
+template <typename type> static inline type emulator_shuffle(type value, int source) {
+    struct operand {
+        type value, result;
+        int source;
+    } mine = {value, value, source & 31};
+    emulator::warp_together(
+        "shuffle",
+        [](void* const* lanes) {
+            for (int i = 0; i < 32; ++i) {
+                operand* lane = (operand*)lanes[i];
+                lane->result = ((operand*)lanes[lane->source])->value;
+            }
+        },
+        &mine);
+    return mine.result;
+}
+KMLA_DEVICE float shuffle_xor(float value, int mask) {
+    return emulator_shuffle(value, thread_index() ^ mask);
+}
+KMLA_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) {
+    return emulator_shuffle(value, thread_index() ^ mask);
+}
+KMLA_DEVICE float shuffle(float value, int lane) { return emulator_shuffle(value, lane); }
+KMLA_DEVICE uint64_t shuffle(uint64_t value, int lane) { return emulator_shuffle(value, lane); }
+
+// ---- numbers
+
+KMLA_DEVICE uint32_t float_bits(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits;
+}
+KMLA_DEVICE float bits_float(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+KMLA_DEVICE float infinity() { return __builtin_inff(); }
+KMLA_DEVICE float maximum(float a, float b) { // not fmaxf, where a signalling NaN wins
+    bool a_wins = b != b || a > b || (a == b && !__builtin_signbit(a));
+    return a == a && a_wins ? a : b;
+}
+KMLA_DEVICE uint32_t maximum(uint32_t a, uint32_t b) { return a > b ? a : b; }
+KMLA_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
+KMLA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
+KMLA_DEVICE float divide(float a, float b) { return a / b; }
+KMLA_DEVICE float multiply(float a, float b) { return a * b; }
+
+KMLA_DEVICE float exp2_fast(float value) { return emulator::exp2_ftz(value); }
+
+KMLA_DEVICE float log2_fast(float value) { return emulator::log2_any(value); }
+
+KMLA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    if (selector & 0x8888u) { // sign replication in PTX, ignored by __byte_perm's manual
+        emulator::die("permute_bytes: selector 0x%x has a nibble above 7", selector);
+    }
+    uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+        result |= (uint32_t)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    }
+    return result;
+}
+
+// ---- 16-bit pairs; low half first
+
+KMLA_DEVICE uint32_t pack_f16(float low, float high) {
+    return emulator::float_to_f16(low) | emulator::float_to_f16(high) << 16;
+}
+
+KMLA_DEVICE uint32_t pack_bf16(float low, float high) {
+    return emulator::float_to_bf16(low) | emulator::float_to_bf16(high) << 16;
+}
+
+KMLA_DEVICE uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+    return emulator::multiply_f16(a & 0xffff, b & 0xffff) | emulator::multiply_f16(a >> 16, b >> 16)
+                                                                << 16;
+}
+
+KMLA_DEVICE uint32_t minimum_f16x2(uint32_t a, uint32_t b) {
+    return emulator::minimum_f16(a & 0xffff, b & 0xffff) | emulator::minimum_f16(a >> 16, b >> 16)
+                                                               << 16;
+}
+
+#if KMLA_HAS_E4M3_CONVERT
+KMLA_DEVICE void e4m3x4_to_f16x2(uint32_t codes, uint32_t& low, uint32_t& high) {
+    low = emulator::e4m3_to_f16(codes & 0xff) | emulator::e4m3_to_f16(codes >> 8 & 0xff) << 16;
+    high = emulator::e4m3_to_f16(codes >> 16 & 0xff) | emulator::e4m3_to_f16(codes >> 24) << 16;
+}
+#endif
+
+// ---- matrix products of a warp: d[16x8] += a[16x16] * b[16x8]
+
+KMLA_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulator::mma_operand mine = {d, a, {b0, b1}};
+    emulator::warp_together("mma_f16", emulator::mma_f16, &mine);
+}
+
+KMLA_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulator::mma_operand mine = {d, a, {b0, b1}};
+    emulator::warp_together("mma_bf16", emulator::mma_bf16, &mine);
+}
+
+KMLA_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+    emulator::check_shared("load_matrix_x4", row, 16, 16);
+    emulator::load_matrix_operand mine = {r, row};
+    emulator::warp_together("load_matrix_x4", emulator::load_matrix_x4, &mine);
+}
+
+// ---- copies from global to shared memory
+
+KMLA_DEVICE void copy_async_16(void* shared, const void* global, bool read) {
+    emulator::copy_async(shared, global, read);
+}
+KMLA_DEVICE void copy_async_commit() { emulator::copy_async_commit(); }
+template <int pending> KMLA_DEVICE void copy_async_wait() { emulator::copy_async_wait(pending); }
+
+#if KMLA_HAS_BULK_COPY
+KMLA_DEVICE void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    emulator::barrier_init(barrier, arrivals);
+}
+KMLA_DEVICE void barrier_init_fence() { emulator::barrier_init_fence(); }
+KMLA_DEVICE void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+    emulator::barrier_arrive_expect(barrier, bytes);
+}
+KMLA_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    emulator::barrier_wait(barrier, parity);
+}
+KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    emulator::copy_bulk(shared, global, bytes, barrier);
+}
+#endif
+
+// ---- dependent launch: a kernel may start before the one it follows has ended
+
+KMLA_DEVICE void launch_dependents() {}
+KMLA_DEVICE void wait_dependency() {
+#if KMLA_ARCH >= 90
+    emulator::wait_dependency();
+#endif
+}

@@ -1,0 +1,606 @@
+// Tests the emulator itself: instructions against expectations of their own, and that mistakes of
+// device code show.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "emulator.h"
+
+// The kernels; device code has no standard headers, so it lives in a namespace of its own.
+namespace device {
+
+#include "instructions.h"
+
+// ---- warp instructions
+
+struct mma_args {
+    const uint16_t *a, *b; // [16][16], [8][16] (column by column)
+    float* d;              // [16][8]
+    int bf16;
+};
+
+KMLA_KERNEL(mma_kernel, mma_args, 32, 1) {
+    int group = thread_index() / 4, column = thread_index() % 4 * 2;
+    uint32_t a[4], b[2];
+    float d[4];
+    for (int i = 0; i < 4; ++i) {
+        a[i] = *(const uint32_t*)&args.a[(group + i % 2 * 8) * 16 + column + i / 2 * 8];
+        d[i] = args.d[(group + i / 2 * 8) * 8 + column + i % 2];
+    }
+    for (int i = 0; i < 2; ++i) {
+        b[i] = *(const uint32_t*)&args.b[group * 16 + column + i * 8];
+    }
+    if (args.bf16) {
+        mma_bf16(d, a, b[0], b[1]);
+    } else {
+        mma_f16(d, a, b[0], b[1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        args.d[(group + i / 2 * 8) * 8 + column + i % 2] = d[i];
+    }
+}
+
+struct buffer_args {
+    uint32_t* out;
+    const uint32_t* in;
+    int how;
+};
+
+// Row r of matrix m holds m * 64 + r * 8 + element.
+KMLA_KERNEL(load_matrix_kernel, buffer_args, 32, 1) {
+    int lane = thread_index();
+    uint16_t* row = (uint16_t*)shared_memory() + lane * 8;
+    for (int i = 0; i < 8; ++i) {
+        row[i] = (uint16_t)(lane * 8 + i);
+    }
+    sync_block();
+    uint32_t r[4];
+    load_matrix_x4(r, row);
+    for (int i = 0; i < 4; ++i) {
+        args.out[lane * 4 + i] = r[i];
+    }
+}
+
+KMLA_KERNEL(vote_kernel, buffer_args, 256, 1) {
+    int i = thread_index();
+    uint32_t* out = args.out + i * 5;
+    out[0] = ballot(i % 3 == 0);
+    out[1] = shuffle_xor((uint32_t)i, 5);
+    out[2] = (uint32_t)shuffle_xor((float)i, 8);
+    out[3] = (uint32_t)(shuffle(0x100000000ull * i, 7) >> 32);
+    out[4] = (uint32_t)(sync_block_or(i == args.how) ? 2 : 0) | (uint32_t)sync_block_or(false);
+}
+
+// ---- meeting
+
+// Each warp writes a word and reads its neighbour's.
+KMLA_KERNEL(neighbour_kernel, buffer_args, 256, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    int i = thread_index();
+    shared[i] = (uint32_t)i;
+    if (args.how) {
+        sync_block();
+    }
+    args.out[i] = shared[(i + 32) % 256];
+}
+
+// The same between lanes of a warp; a warp-wide vote is a meeting point.
+KMLA_KERNEL(lane_kernel, buffer_args, 32, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    int i = thread_index();
+    shared[i] = (uint32_t)i;
+    if (args.how) {
+        ballot(true);
+    }
+    args.out[i] = shared[(i + 1) % 32];
+}
+
+// Warps leave one by one; the others' barriers go on.
+KMLA_KERNEL(leaving_kernel, buffer_args, 256, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    int warp = thread_index() / 32;
+    for (int round = 0; round < 8; ++round) {
+        if (warp == round) {
+            return;
+        }
+        shared[thread_index()] = (uint32_t)round;
+        sync_block();
+        args.out[thread_index()] = shared[224 + thread_index() % 32];
+        sync_block();
+    }
+}
+
+// Blocks and grid.
+KMLA_KERNEL(where_kernel, buffer_args, 32, 1) {
+    if (thread_index() == 0) {
+        int at = (block_z() * 3 + block_y()) * 5 + block_x();
+        args.out[at] += (uint32_t)(at + 100 * grid_x());
+    }
+}
+
+// ---- asynchronous copies
+
+// Three groups of 16 bytes; how many of them are waited for is `how`.
+KMLA_KERNEL(copy_kernel, buffer_args, 32, 1) {
+    uint8_t* shared = shared_memory();
+    if (thread_index() != 0) {
+        return;
+    }
+    for (int i = 0; i < 64; ++i) {
+        shared[i] = 7;
+    }
+    for (int i = 0; i < 3; ++i) {
+        copy_async_16(shared + 16 * i, args.in + 4 * i, i != 1);
+        copy_async_commit();
+    }
+    if (args.how == 0) {
+        copy_async_wait<3>();
+    } else if (args.how == 1) {
+        copy_async_wait<2>();
+    } else if (args.how == 2) {
+        copy_async_wait<1>();
+    } else {
+        copy_async_wait<0>();
+    }
+    for (int i = 0; i < 16; ++i) {
+        args.out[i] = ((uint32_t*)shared)[i];
+    }
+}
+
+#if KMLA_HAS_BULK_COPY
+// Two phases of one barrier, 32 bytes each; bit 0 of how: waits before it reads, bit 1: for the
+// right parity, bit 2: announces the right bytes.
+KMLA_KERNEL(bulk_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    uint64_t* barrier = (uint64_t*)(shared + 32);
+    int i = thread_index();
+    if (i == 0) {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+    }
+    sync_block();
+    for (uint32_t phase = 0; phase < 2; ++phase) {
+        if (i == 0) {
+            barrier_arrive_expect(barrier, args.how & 4 ? 32 : 48);
+            copy_bulk(shared, args.in + 8 * phase, 32, barrier);
+        }
+        sync_block();
+        if (args.how & 1) {
+            barrier_wait(barrier, args.how & 2 ? phase : 1 - phase);
+        }
+        if (i < 8) {
+            args.out[8 * phase + i] = ((uint32_t*)shared)[i];
+        }
+        sync_block();
+        barrier_wait(barrier, phase);
+        sync_block();
+    }
+}
+#endif
+
+// ---- mistakes that abort
+
+KMLA_KERNEL(mistake_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    uint32_t r[4];
+    int i = thread_index();
+    switch (args.how) {
+    case 0: // half of a warp waits for the other half, which waits for the block
+        if (i % 32 < 16) {
+            ballot(true);
+        }
+        sync_block();
+        break;
+    case 1: // two instructions at once
+        if (i % 2) {
+            ballot(true);
+        } else {
+            shuffle_xor(1u, 1);
+        }
+        break;
+    case 2: // two barriers at once
+        if (i < 32) {
+            sync_block();
+        } else {
+            sync_block_or(true);
+        }
+        break;
+    case 3:
+        load_matrix_x4(r, shared + 8);
+        break;
+    case 4:
+        load_matrix_x4(r, shared + 56);
+        break;
+    case 5:
+        copy_async_16(shared + 4, args.in, true);
+        break;
+    case 6:
+        copy_async_16(shared, (const uint8_t*)args.in + 4, true);
+        break;
+    case 7:
+        copy_async_16(shared + 64, args.in, true);
+        break;
+#if KMLA_HAS_BULK_COPY
+    case 8:
+    case 9:
+    case 10:
+        if (i == 0) {
+            barrier_init((uint64_t*)shared, 1);
+            if (args.how != 8) {
+                barrier_init_fence();
+            }
+            barrier_arrive_expect((uint64_t*)shared, 16);
+            copy_bulk(shared + 16, args.in, args.how == 9 ? 24 : 16, (uint64_t*)shared);
+        }
+        break; // and for 10 ends with the copy under way
+    case 11:
+        barrier_wait((uint64_t*)shared, 0);
+        break; // poison
+#endif
+    default:
+        permute_bytes(1, 2, 0x8000);
+    }
+}
+
+} // namespace device
+
+// =============================================================================
+// Test frame
+// =============================================================================
+
+static int cases, failures;
+
+static void expect(bool good, const char* what, double got, double wanted) {
+    ++cases;
+    if (!good) {
+        ++failures;
+        printf("FAILED %s: %.9g, expected %.9g\n", what, got, wanted);
+    }
+}
+
+static void expect_equal(const char* what, double got, double wanted) {
+    expect(got == wanted, what, got, wanted);
+}
+
+static const emulator::kernel* find_kernel(const char* name) {
+    for (const emulator::kernel* each = device::kernels; each; each = each->next) {
+        if (strcmp(each->name, name) == 0) {
+            return each;
+        }
+    }
+    printf("no kernel %s\n", name);
+    exit(1);
+}
+
+static void run_grid(const char* name, const void* args, int x, int y, int z, unsigned shared) {
+    const emulator::kernel* kernel = find_kernel(name);
+    emulator::run({kernel, args, {x, y, z}, kernel->max_threads, shared, false});
+}
+
+static void run_block(const char* name, const void* args, unsigned shared) {
+    run_grid(name, args, 1, 1, 1, shared);
+}
+
+static uint32_t random_state = 12345;
+static uint32_t random_bits() {
+    random_state = random_state * 1664525u + 1013904223u;
+    return random_state >> 8;
+}
+
+// =============================================================================
+// Numbers
+// =============================================================================
+
+// The value of a small float by its definition: sign, exponent bits, mantissa bits.
+static double decode(unsigned bits, int exponent_bits, int mantissa_bits) {
+    int bias = (1 << (exponent_bits - 1)) - 1;
+    unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
+    int exponent = (int)(bits >> mantissa_bits & ((1u << exponent_bits) - 1));
+    double magnitude =
+        exponent == 0 ? ldexp(mantissa, 1 - bias - mantissa_bits)
+                      : ldexp(mantissa + (1u << mantissa_bits), exponent - bias - mantissa_bits);
+    return bits >> (exponent_bits + mantissa_bits) & 1 ? -magnitude : magnitude;
+}
+
+// `code` must be the nearest of the format's finite codes, the even one of two.
+static void expect_nearest(const char* what, float value, unsigned code, int exponent_bits,
+                           int mantissa_bits, unsigned largest_code) {
+    unsigned magnitude = code & ((1u << (exponent_bits + mantissa_bits)) - 1);
+    double mine = fabs(fabs((double)value) - decode(magnitude, exponent_bits, mantissa_bits));
+    bool good = signbit(value) == (code >> (exponent_bits + mantissa_bits) & 1);
+    for (int step = -1; step <= 1; step += 2) {
+        unsigned other = magnitude + (unsigned)step;
+        if (other <= largest_code) {
+            double its = fabs(fabs((double)value) - decode(other, exponent_bits, mantissa_bits));
+            good &= mine < its || (mine == its && magnitude % 2 == 0);
+        }
+    }
+    expect(good, what, code, value);
+}
+
+static void test_numbers() {
+    using namespace emulator;
+    for (unsigned bits = 0; bits < 0x10000; ++bits) {
+        float value = f16_to_float(bits);
+        if ((bits & 0x7fff) > 0x7c00) {
+            expect(isnan(value) && float_to_f16(value) == 0x7fff, "f16 NaN", bits, NAN);
+        } else if ((bits & 0x7fff) == 0x7c00) {
+            expect(isinf(value) && float_to_f16(value) == bits, "f16 infinity", bits, INFINITY);
+        } else {
+            expect_equal("f16 value", value, decode(bits, 5, 10));
+            expect_equal("f16 back", float_to_f16(value), bits);
+        }
+    }
+    for (int i = 0; i < 200000; ++i) {
+        float value = ldexpf((float)random_bits() / 0x1p24f + 0.5f, (int)(random_bits() % 45) - 28);
+        value = i % 2 ? -value : value;
+        if (fabsf(value) < 65520.0f) {
+            expect_nearest("f16 nearest", value, float_to_f16(value), 5, 10, 0x7bff);
+        }
+        // bf16: the neighbours within its own format
+        expect_nearest("bf16 nearest", value, float_to_bf16(value), 8, 7, 0x7f7f);
+    }
+    expect_equal("f16 tie up", float_to_f16(1.0f + 3 * 0x1p-11f), 0x3c02);
+    expect_equal("f16 tie down", float_to_f16(1.0f + 0x1p-11f), 0x3c00);
+    expect_equal("f16 smallest tie", float_to_f16(0x1p-25f), 0);
+    expect_equal("f16 above the smallest tie", float_to_f16(0x1.8p-25f), 1);
+    expect_equal("f16 largest", float_to_f16(65519.996f), 0x7bff);
+    expect_equal("f16 overflow", float_to_f16(65520.0f), 0x7c00);
+    expect_equal("f16 -0", float_to_f16(-0.0f), 0x8000);
+    expect_equal("bf16 overflow", float_to_bf16(3.4e38f), 0x7f80);
+    expect_equal("bf16 NaN", float_to_bf16(-NAN), 0x7fff);
+    for (unsigned code = 0; code < 256; ++code) {
+        unsigned f16 = e4m3_to_f16(code);
+        if ((code & 0x7f) == 0x7f) {
+            expect_equal("e4m3 NaN", f16, 0x7fff);
+        } else {
+            expect_equal("e4m3 value", f16_to_float(f16), decode(code, 4, 3));
+        }
+    }
+    expect_equal("f16 product", multiply_f16(0x3e00, 0x3e00), 0x4080);      // 1.5 * 1.5
+    expect_equal("f16 subnormal product", multiply_f16(0x0001, 0x3800), 0); // 2^-24 / 2: tie
+    expect_equal("f16 minimum", minimum_f16(0xc000, 0x3c00), 0xc000);
+    expect_equal("f16 minimum, a NaN", minimum_f16(0x7e00, 0x3c00), 0x3c00);
+    expect_equal("f16 minimum, b NaN", minimum_f16(0x3c00, 0xfe00), 0x3c00);
+    expect_equal("f16 minimum, both NaN", minimum_f16(0xfe00, 0x7e00), 0x7fff);
+    expect_equal("f16 minimum of zeros", minimum_f16(0x0000, 0x8000), 0x8000);
+    expect_equal("ex2", exp2_ftz(-3.0f), 0.125);
+    expect_equal("ex2 -inf", exp2_ftz(-INFINITY), 0);
+    expect_equal("ex2 flushes", exp2_ftz(-126.5f), 0);
+    expect_equal("ex2 smallest normal", exp2_ftz(-126.0f), 0x1p-126);
+    expect_equal("lg2 of a subnormal", log2_any(0x1p-140f), -140);
+    expect_equal("lg2 of 0", log2_any(0), -INFINITY);
+    float signalling = device::bits_float(0x7f800001u);
+    expect_equal("maximum, a NaN", device::maximum(signalling, 2.0f), 2);
+    expect_equal("maximum, b NaN", device::maximum(-2.0f, signalling), -2);
+    expect_equal("maximum of zeros", 1 / device::maximum(-0.0f, 0.0f), INFINITY);
+    expect_equal("maximum of zeros", 1 / device::maximum(0.0f, -0.0f), INFINITY);
+    expect_equal("maximum", device::maximum(-3.0f, -2.0f), -2);
+    expect_equal("permute", device::permute_bytes(0x33221100, 0x77665544, 0x7250), 0x77225500);
+}
+
+// =============================================================================
+// Warp instructions
+// =============================================================================
+
+// Small integers, so that sums are exact in any order; then random values within rounding.
+static void test_mma(int bf16, bool integers) {
+    uint16_t a[256], b[128];
+    float d[128];
+    double wanted[128], size[128];
+    for (int i = 0; i < 256; ++i) {
+        float value = integers ? (float)(int)(random_bits() % 17) - 8.0f
+                               : (float)random_bits() / 0x1p23f - 1.0f;
+        a[i] = (uint16_t)(bf16 ? emulator::float_to_bf16(value) : emulator::float_to_f16(value));
+        if (i < 128) {
+            value = integers ? (float)(int)(random_bits() % 17) - 8.0f
+                             : ldexpf((float)random_bits() / 0x1p23f - 1.0f, -10);
+            b[i] =
+                (uint16_t)(bf16 ? emulator::float_to_bf16(value) : emulator::float_to_f16(value));
+            d[i] = (float)(i % 7) - 3;
+        }
+    }
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            double sum = d[row * 8 + column], magnitude = fabs(sum);
+            for (int k = 0; k < 16; ++k) {
+                double product =
+                    bf16 ? decode(a[row * 16 + k], 8, 7) * decode(b[column * 16 + k], 8, 7)
+                         : decode(a[row * 16 + k], 5, 10) * decode(b[column * 16 + k], 5, 10);
+                sum += product;
+                magnitude += fabs(product);
+            }
+            wanted[row * 8 + column] = sum;
+            size[row * 8 + column] = magnitude;
+        }
+    }
+    device::mma_args args = {a, b, d, bf16};
+    run_block("mma_kernel", &args, 0);
+    for (int i = 0; i < 128; ++i) {
+        double tolerance = integers ? 0 : size[i] * 17 * 0x1p-24;
+        expect(fabs(d[i] - wanted[i]) <= tolerance, "mma", d[i], wanted[i]);
+    }
+}
+
+// PTX manual, ldmatrix: thread t holds elements 2 (t % 4) and + 1 of row t / 4.
+static void test_load_matrix() {
+    uint32_t out[128];
+    device::buffer_args args = {out, nullptr, 0};
+    run_block("load_matrix_kernel", &args, 512);
+    for (int t = 0; t < 32; ++t) {
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            uint32_t low = (uint32_t)(matrix * 64 + t / 4 * 8 + t % 4 * 2);
+            expect_equal("ldmatrix", out[t * 4 + matrix], low | (low + 1) << 16);
+        }
+    }
+}
+
+static void test_votes() {
+    uint32_t out[256 * 5];
+    for (int who = -1; who < 256; who += 37) {
+        device::buffer_args args = {out, nullptr, who};
+        run_block("vote_kernel", &args, 0);
+        for (int i = 0; i < 256; ++i) {
+            uint32_t votes = 0;
+            for (int lane = 0; lane < 32; ++lane) {
+                votes |= (uint32_t)((i / 32 * 32 + lane) % 3 == 0) << lane;
+            }
+            expect_equal("ballot", out[i * 5], votes);
+            expect_equal("shuffle_xor", out[i * 5 + 1], i ^ 5);
+            expect_equal("shuffle_xor of floats", out[i * 5 + 2], i ^ 8);
+            expect_equal("shuffle", out[i * 5 + 3], i / 32 * 32 + 7);
+            expect_equal("sync_block_or", out[i * 5 + 4], who >= 0 ? 2 : 0);
+        }
+    }
+}
+
+// =============================================================================
+// Meeting points
+// =============================================================================
+
+// How many of 20 seeds show a wrong word.
+static int wrong_seeds(const char* kernel, int count, int ahead, int with_barrier) {
+    uint32_t out[256];
+    int wrong = 0;
+    for (unsigned seed = 0; seed < 20; ++seed) {
+        bool bad = false;
+        device::buffer_args args = {out, nullptr, with_barrier};
+        kmla_emulator_seed(seed);
+        run_block(kernel, &args, 1024);
+        for (int i = 0; i < count; ++i) {
+            bad |= out[i] != (uint32_t)((i + ahead) % count);
+        }
+        wrong += bad;
+    }
+    return wrong;
+}
+
+static void test_meetings() {
+    uint32_t out[256], places[2 * 3 * 5] = {0};
+    expect_equal("with a barrier", wrong_seeds("neighbour_kernel", 256, 32, 1), 0);
+    int missing = wrong_seeds("neighbour_kernel", 256, 32, 0);
+    expect(missing >= 15, "seeds that find a missing block barrier", missing, 15);
+    expect_equal("with a vote", wrong_seeds("lane_kernel", 32, 1, 1), 0);
+    missing = wrong_seeds("lane_kernel", 32, 1, 0);
+    expect(missing >= 15, "seeds that find a missing warp barrier", missing, 15);
+
+    device::buffer_args leaving = {out, nullptr, 0};
+    memset(out, 0xee, sizeof out);
+    run_block("leaving_kernel", &leaving, 1024);
+    for (int i = 0; i < 256; ++i) { // warp w took part in rounds 0..w-1
+        expect_equal("rounds", out[i], i < 32 ? 0xeeeeeeee : (uint32_t)(i / 32 - 1));
+    }
+
+    device::buffer_args where = {places, nullptr, 0};
+    run_grid("where_kernel", &where, 5, 3, 2, 0);
+    for (int i = 0; i < 30; ++i) {
+        expect_equal("each block once", places[i], i + 500);
+    }
+}
+
+// =============================================================================
+// Asynchronous copies
+// =============================================================================
+
+alignas(16) static uint32_t source[16];
+
+static void test_copies() {
+    uint32_t out[16];
+    for (int i = 0; i < 16; ++i) {
+        source[i] = (uint32_t)(1000 + i);
+    }
+    for (int waited = 0; waited <= 3; ++waited) {
+        device::buffer_args args = {out, source, waited};
+        run_block("copy_kernel", &args, 64);
+        for (int i = 0; i < 16; ++i) {
+            uint32_t landed = i / 4 == 1 ? 0 : 1000 + (uint32_t)i; // group 1 read nothing
+            uint32_t wanted = i / 4 == 3 ? 0x07070707 : i / 4 < waited ? landed : 0xffffffff;
+            expect_equal("cp.async", out[i], wanted);
+        }
+    }
+#if KMLA_HAS_BULK_COPY
+    device::buffer_args good = {out, source, 7};
+    run_block("bulk_kernel", &good, 40);
+    for (int i = 0; i < 16; ++i) {
+        expect_equal("bulk copy", out[i], 1000 + i);
+    }
+    for (int how = 4; how <= 5; ++how) { // no wait; a wait for the wrong parity
+        device::buffer_args bad = {out, source, how};
+        run_block("bulk_kernel", &bad, 40);
+        expect_equal("bulk copy, not waited for", out[0], 0xffffffff);
+    }
+#endif
+}
+
+// =============================================================================
+// Mistakes that abort, each in a child
+// =============================================================================
+
+static void expect_death(const char* kernel, int how, unsigned shared, const char* message) {
+    uint32_t out[16];
+    char text[4096];
+    size_t length = 0;
+    ssize_t count;
+    int status = 0, ends[2];
+    fflush(stdout);
+    if (pipe(ends)) {
+        exit(1);
+    }
+    pid_t child = fork();
+    if (child == 0) {
+        device::buffer_args args = {out, source, how};
+        dup2(ends[1], 2);
+        run_block(kernel, &args, shared);
+        _exit(0);
+    }
+    close(ends[1]);
+    while ((count = read(ends[0], text + length, sizeof text - 1 - length)) > 0) {
+        length += (size_t)count;
+    }
+    text[length] = 0;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    bool good = !(WIFEXITED(status) && WEXITSTATUS(status) == 0) && strstr(text, message);
+    expect(good, message, how, status);
+    if (!good) {
+        printf("    it said: %s\n", text);
+    }
+}
+
+static void test_mistakes() {
+    expect_death("mistake_kernel", 0, 64, "nobody can go on");
+    expect_death("mistake_kernel", 1, 64, "while other lanes of the warp are at");
+    expect_death("mistake_kernel", 2, 64, "while other threads are at");
+    expect_death("mistake_kernel", 3, 64, "is not a multiple of 16");
+    expect_death("mistake_kernel", 4, 64, "are not in the block's 64 bytes");
+    expect_death("mistake_kernel", 5, 64, "is not a multiple of 16");
+    expect_death("mistake_kernel", 6, 64, "is not a multiple of 16");
+    expect_death("mistake_kernel", 7, 64, "are not in the block's 64 bytes");
+#if KMLA_HAS_BULK_COPY
+    expect_death("mistake_kernel", 8, 64, "without barrier_init_fence");
+    expect_death("mistake_kernel", 9, 64, "not a positive multiple of 16");
+    expect_death("mistake_kernel", 10, 64, "ended with bulk copies under way");
+    expect_death("mistake_kernel", 11, 64, "no initialised barrier");
+    expect_death("bulk_kernel", 3, 40, "nobody can go on"); // 48 bytes announced, 32 sent
+#endif
+    expect_death("mistake_kernel", 12, 64, "has a nibble above 7");
+}
+
+int main() {
+    test_numbers();
+    for (int i = 0; i < 8; ++i) {
+        test_mma(i % 2, i / 2 % 2);
+    }
+    test_load_matrix();
+    test_votes();
+    test_meetings();
+    test_copies();
+    test_mistakes();
+    printf("emulator's own instructions sm_%d: %d cases, %d failed\n", KMLA_ARCH, cases, failures);
+    return failures != 0;
+}
