@@ -21,9 +21,9 @@ static struct options {
 
 static struct score {
     const char* group;
-    int cases, failures;                          // of the group
-    double worst_bf16, worst_fp32, worst_lse;     // errors of the group
-    int groups_passed, groups_failed, skipped;    // of the program
+    int cases, failures;                       // of the group
+    double worst_bf16, worst_fp32, worst_lse;  // errors of the group
+    int groups_passed, groups_failed, skipped; // of the program
     const char* skip_reason;
     uint64_t draw; // so that no two cases of a group have the same numbers
 } score;
@@ -58,14 +58,10 @@ static int expect(int condition, const char* format, ...) {
     return condition;
 }
 
-static void skip(const char* reason) {
-    score.skip_reason = reason;
-}
+static void skip(const char* reason) { score.skip_reason = reason; }
 
 // A seed of its own for each case.
-static uint64_t draw(void) {
-    return options.seed * 1000003u + score.draw++;
-}
+static uint64_t draw(void) { return options.seed * 1000003u + score.draw++; }
 
 // =============================================================================
 // A case on the device
@@ -222,8 +218,8 @@ static void* answer_thread(void* data) {
                 if (item % job->threads != job->thread) {
                     continue;
                 }
-                const ref_case some = some_heads(c, job->to->first[w] + h,
-                                                 left < ANSWER_BLOCK ? left : ANSWER_BLOCK);
+                const ref_case some =
+                    some_heads(c, job->to->first[w] + h, left < ANSWER_BLOCK ? left : ANSWER_BLOCK);
                 ref_decode_row(&some, row, begin, end, job->to->out[w] + at * REF_D,
                                job->to->lse[w] + at);
             }
@@ -342,8 +338,8 @@ static int judge(const ref_case* c, const answer* right, const char* what) {
     score.worst_lse = e.lse > score.worst_lse ? e.lse : score.worst_lse;
     // One vector has a little more than the whole: its 512 errors are few.
     const double bound = ref_bound(&e, out_bound(c));
-    const int good = e.wrong == 0 && e.out <= bound && e.worst_vector <= 1.5 * bound &&
-                     e.lse <= LSE_BOUND;
+    const int good =
+        e.wrong == 0 && e.out <= bound && e.worst_vector <= 1.5 * bound && e.lse <= LSE_BOUND;
     return expect(good, "%s: out %.2e (vector %.2e, bound %.1e), lse %.1e, %d wrong vectors; %s",
                   what, e.out, e.worst_vector, bound, e.lse, e.wrong, describe(c));
 }
@@ -386,7 +382,8 @@ static uint8_t* record_of(const ref_case* c, int32_t row, int64_t token) {
         slot = entries[row * c->args.slot_list_width + token];
     } else {
         slot = (int64_t)entries[request * c->args.block_table_width + token / shape->page_tokens] *
-                   shape->page_tokens + token % shape->page_tokens;
+                   shape->page_tokens +
+               token % shape->page_tokens;
     }
     return c->pool.data + slot / shape->page_tokens * (int64_t)c->args.page_pitch_bytes +
            slot % shape->page_tokens * record;
@@ -397,9 +394,7 @@ static uint8_t* query_of(const ref_case* c, int32_t row, int32_t head) {
            head * c->args.query_head_stride_bytes;
 }
 
-static void put_float(uint8_t* to, float value) {
-    memcpy(to, &value, 4);
-}
+static void put_float(uint8_t* to, float value) { memcpy(to, &value, 4); }
 
 static void put_bf16(uint8_t* to, double value) {
     const uint16_t bits = value == 0.0 ? 0 : ref_to_bf16((float)value);
@@ -407,9 +402,7 @@ static void put_bf16(uint8_t* to, double value) {
 }
 
 // Packed record only: the scale of a group.
-static uint8_t* scale_of(uint8_t* record, int group) {
-    return record + 512 + 4 * group;
-}
+static uint8_t* scale_of(uint8_t* record, int group) { return record + 512 + 4 * group; }
 
 // A record whose latent dims are all `latent` and whose rope lanes are 0 but the first, `rope`.
 // FP8 codes can hold 0 and 1 only; a packed record holds other values by its scales.

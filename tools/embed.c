@@ -13,7 +13,8 @@
 
 // In the order in which the device compiler reads them.
 static const char* const device_files[] = {
-    "instructions.cuh", "records.cuh", "reader.cuh", "merge.cuh", "combine.cuh", "writers.cuh",
+    "instructions.cuh", "records.cuh", "tile.cuh",    "reader.cuh",
+    "hopper.cuh",       "merge.cuh",   "combine.cuh", "writers.cuh",
 };
 
 #define PART_BYTES 3999 // C99 promises 4,095 and MSVC 16,380: "under 4,000" is safe everywhere

@@ -122,16 +122,15 @@ EXPORT CUresult cuCtxCreate_v2(context** made, unsigned, int device) {
     if (!initialised || device != 0) {
         return initialised ? INVALID_DEVICE : NOT_INITIALIZED;
     }
-    static unsigned long long last_id = 1;
-    *made = new context{++last_id, true};
+    // Never freed, so that the handle of a dead one stays a name for it.
+    static std::vector<context*>& all = *new std::vector<context*>;
+    *made = new context{all.size() + 2, true};
+    all.push_back(*made);
     current_contexts.push_back(*made);
     return SUCCESS;
 }
 
-// The handle stays valid as a name for what is gone.
 EXPORT CUresult cuCtxDestroy_v2(context* gone) {
-    static std::vector<context*> graves;
-    graves.push_back(gone);
     gone->alive = false;
     if (current_context() == gone) {
         current_contexts.pop_back();

@@ -39,7 +39,7 @@ bool sync_block(const char* instruction, bool predicate);
 
 // ---- asynchronous copies: the destination is poison until the copy is waited for
 
-void copy_async(void* shared, const void* global, bool read); // 16 bytes
+void copy_async(void* shared, const void* global, int bytes, bool read); // 8 or 16 bytes
 void copy_async_commit();
 void copy_async_wait(int pending);
 

@@ -118,6 +118,8 @@ KMLA_DEVICE float multiply(float a, float b) { return a * b; }
 
 KMLA_DEVICE float exp2_fast(float value) { return emulator::exp2_ftz(value); }
 
+KMLA_DEVICE float exp2_wide(float value) { return __builtin_exp2f(value); }
+
 KMLA_DEVICE float log2_fast(float value) { return emulator::log2_any(value); }
 
 KMLA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
@@ -180,7 +182,10 @@ KMLA_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 // ---- copies from global to shared memory
 
 KMLA_DEVICE void copy_async_16(void* shared, const void* global, bool read) {
-    emulator::copy_async(shared, global, read);
+    emulator::copy_async(shared, global, 16, read);
+}
+KMLA_DEVICE void copy_async_8(void* shared, const void* global) {
+    emulator::copy_async(shared, global, 8, true);
 }
 KMLA_DEVICE void copy_async_commit() { emulator::copy_async_commit(); }
 template <int pending> KMLA_DEVICE void copy_async_wait() { emulator::copy_async_wait(pending); }

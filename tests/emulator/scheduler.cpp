@@ -117,6 +117,7 @@ static const unsigned mbarrier_valid = 0x2a;
 struct small_copy { // cp.async
     void* shared;
     const void* global;
+    int bytes;
     bool read;
     int group;
 };
@@ -236,9 +237,10 @@ void check_shared(const char* instruction, const void* pointer, unsigned bytes,
     }
 }
 
-static void check_global(const char* instruction, const void* pointer, unsigned bytes) {
-    if ((uintptr_t)pointer % 16) {
-        die("%s: global address %p is not a multiple of 16", instruction, pointer);
+static void check_global(const char* instruction, const void* pointer, unsigned bytes,
+                         unsigned alignment) {
+    if ((uintptr_t)pointer % alignment) {
+        die("%s: global address %p is not a multiple of %u", instruction, pointer, alignment);
     }
     // Faults here, with the thread's own stack, rather than where the copy lands.
     volatile const char* reach = (volatile const char*)pointer;
@@ -377,13 +379,13 @@ void wait_dependency() { block.waited_dependency = true; }
 // cp.async: lands at the wait that covers its group
 // =============================================================================
 
-void copy_async(void* shared, const void* global, bool read) {
-    check_shared("copy_async_16", shared, 16, 16);
+void copy_async(void* shared, const void* global, int bytes, bool read) {
+    check_shared("copy_async", shared, bytes, bytes);
     if (read) {
-        check_global("copy_async_16", global, 16);
+        check_global("copy_async", global, (unsigned)bytes, (unsigned)bytes);
     }
-    memset(shared, 0xff, 16);
-    current->copies.push_back({shared, global, read, current->groups});
+    memset(shared, 0xff, (size_t)bytes);
+    current->copies.push_back({shared, global, bytes, read, current->groups});
 }
 
 void copy_async_commit() { ++current->groups; }
@@ -394,9 +396,9 @@ void copy_async_wait(int pending) {
     while (landed < copies.size() && copies[landed].group < current->groups - pending) {
         const small_copy& copy = copies[landed++];
         if (copy.read) {
-            memcpy(copy.shared, copy.global, 16);
+            memcpy(copy.shared, copy.global, (size_t)copy.bytes);
         } else {
-            memset(copy.shared, 0, 16);
+            memset(copy.shared, 0, (size_t)copy.bytes);
         }
     }
     copies.erase(copies.begin(), copies.begin() + (long)landed);
@@ -460,7 +462,7 @@ void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long l
         die("copy_bulk: %u bytes are not a positive multiple of 16", bytes);
     }
     check_shared("copy_bulk", shared, bytes, 16);
-    check_global("copy_bulk", global, bytes);
+    check_global("copy_bulk", global, bytes, 16);
     memset(shared, 0xff, bytes);
     block.copies.push_back({shared, global, bytes, barrier});
 }

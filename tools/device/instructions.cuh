@@ -19,6 +19,12 @@ typedef long long int64_t;
 #define KMLA_HAS_E4M3_CONVERT 0
 #endif
 #define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90 && __CUDACC_VER_MAJOR__ >= 12)
+// wgmma is of sm_90a alone.
+#if KMLA_ARCH == 90 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define KMLA_HAS_WGMMA 1
+#else
+#define KMLA_HAS_WGMMA 0
+#endif
 
 #define KMLA_DEVICE static __device__ __forceinline__
 // A kernel that takes one struct. At least `blocks` blocks should fit an SM.
@@ -41,9 +47,9 @@ KMLA_DEVICE int block_y() { return (int)blockIdx.y; }
 KMLA_DEVICE int block_z() { return (int)blockIdx.z; }
 KMLA_DEVICE int grid_x() { return (int)gridDim.x; }
 
-// Dynamic shared memory of the block, aligned to 128 bytes.
+// Dynamic shared memory of the block, aligned to 1,024 bytes.
 KMLA_DEVICE uint8_t* shared_memory() {
-    extern __shared__ __align__(128) uint8_t kmla_shared[];
+    extern __shared__ __align__(1024) uint8_t kmla_shared[];
     return kmla_shared;
 }
 
@@ -86,6 +92,13 @@ KMLA_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 KMLA_DEVICE float exp2_fast(float value) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
+// Results below 2^-126 too.
+KMLA_DEVICE float exp2_wide(float value) {
+    float result;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
     return result;
 }
 
@@ -171,6 +184,11 @@ KMLA_DEVICE void copy_async_16(void* shared, const void* global, bool read) {
                  "l"(global), "r"(read ? 16 : 0)
                  : "memory");
 }
+KMLA_DEVICE void copy_async_8(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)),
+                 "l"(global)
+                 : "memory");
+}
 KMLA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's committed groups are under way.
 template <int pending> KMLA_DEVICE void copy_async_wait() {
@@ -211,6 +229,129 @@ KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uin
                  "l"(global), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
+#endif
+
+#if KMLA_HAS_WGMMA
+// ---- matrix products of a warpgroup: d[64 x n] += a[64 x 16] * b[16 x n], asynchronously. A warp has
+// 16 rows, in mma.sync's fragments; b is in shared memory: rows of n, 128 bytes of k, swizzled.
+
+// Of the 1,024-byte aligned block of 8 rows x 128 bytes that `rows` lies in; + 32 bytes a k16 step.
+KMLA_DEVICE uint64_t matrix_descriptor(const void* rows) {
+    const uint64_t bytes_of_8_rows = 1024, swizzle_128 = 1;
+    return (uint64_t)((shared_address(rows) & 0x3FFFF) >> 4) | (uint64_t)1 << 16 |
+           (bytes_of_8_rows >> 4) << 32 | swizzle_128 << 62;
+}
+// Before the first product, and after registers of products were touched.
+KMLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+KMLA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most `pending` committed groups are under way.
+template <int pending> KMLA_DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// One for each n; d has n / 2 registers.
+KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+                 "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
+                 "{%12,%13,%14,%15}, %16, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
+                 " %12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+                   "+f"(d[15])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
+                 " %12,%13,%14,%15,%16,%17,%18,%19}, "
+                 "{%20,%21,%22,%23}, %24, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+                   "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+                 "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
+                 "{%12,%13,%14,%15}, %16, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
+                 " %12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+                   "+f"(d[15])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
+                 " %12,%13,%14,%15,%16,%17,%18,%19}, "
+                 "{%20,%21,%22,%23}, %24, 1, 1, 1, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+                   "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// Two 8x8 matrices, transposed: lane l of 0..15 gives the address of row l%8 of matrix l/8.
+KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(
+                     shared_address(row)),
+                 "r"(low), "r"(high)
+                 : "memory");
+}
+// What this thread wrote to shared memory may be read by wgmma after a barrier.
+KMLA_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
 // ---- dependent launch: a kernel may start before the one it follows has ended

@@ -52,17 +52,22 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
     bool nan = false, done = false;
     for (int first = 0; first < args.parts; first += 32) {
         float lse = load_lse(args, row, head, first);
-        nan = nan || ballot(!(lse == lse)) != 0;
-        done = done || ballot(lse == infinity()) != 0;
-        for (int i = 0; i < 32 && first + i < args.parts; i++) {
-            float other = shuffle(lse, i);
-            if (other > top && other < infinity()) {
-                top = other;
-                top_part = first + i;
-            }
+        nan = nan || !(lse == lse);
+        done = done || lse == infinity();
+        if (lse > top && lse < infinity()) {
+            top = lse;
+            top_part = first + thread_index() % 32;
         }
     }
-    if (is_merge && done) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        float other = shuffle_xor(top, mask);
+        int other_part = (int)shuffle_xor((uint32_t)top_part, mask);
+        if (other > top) {
+            top = other;
+            top_part = other_part;
+        }
+    }
+    if (is_merge && ballot(done)) {
         return;
     }
     float sum = 0, out[4] = {0, 0, 0, 0};
@@ -72,7 +77,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
         bool counts = lse > -infinity() && lse < infinity();
         float mine = counts ? exp2_fast((lse - top) * log2_e) : 0;
         int count = minimum(args.parts - first, 32);
-#pragma unroll 4
+#pragma unroll 8
         for (int i = 0; i < count; i++) {
             float weight = shuffle(mine, i), x[4];
             // Without a branch, so that loads overlap: what weighs nothing is replaced by the top.
@@ -89,7 +94,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
     for (int d = 0; d < 4; d++) {
         out[d] = empty ? 0 : divide(out[d], sum);
     }
-    if (is_merge && nan) {
+    if (is_merge && ballot(nan)) {
         lse = out[0] = out[1] = out[2] = out[3] = bits_float(0x7FFFFFFF);
     }
     store_numbers(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
@@ -101,6 +106,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
 
 KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
     wait_dependency();
+    launch_dependents(); // the next reader may come up; it waits for our end before it reads
     weighted_sum<true>(args);
 }
 

@@ -1,5 +1,4 @@
-// The portable reader: sm_80 and up, mma.sync. One block reads one split of one group's tokens for
-// KMLA_TILE query vectors (rows x heads of one request, row-major).
+// The portable reader: sm_80 and up, mma.sync.
 //
 // Operands are swapped: tokens are the M side of S^T = K q^T, latent dims the M side of
 // O^T = V^T P^T, vectors the N side, whose step is 8. So each record is converted once a block, from
@@ -13,104 +12,56 @@
 // after the sum over their group. P is f16, whose range is kept by a reference per vector: a
 // token's weight carries the exponent of its largest scale, V only the rest (in (0,1]).
 
-#ifdef KMLA_TILE // an image holds one reader, or all of the support kernels
+#if defined(KMLA_TILE) && !defined(KMLA_HOPPER)
 
-constexpr int kTile = KMLA_TILE;
-constexpr int kColumns = kTile / 8; // N steps of a tile
-constexpr bool kPacked = KMLA_KV_FORMAT == KMLA_KV_PACKED;
-constexpr bool kE4m3 = KMLA_KV_FORMAT == KMLA_KV_E4M3;
-constexpr bool kBf16 = KMLA_KV_FORMAT == KMLA_KV_BF16;
-constexpr int kRecordBytes = kPacked ? KMLA_PACKED_BYTES : kE4m3 ? KMLA_E4M3_BYTES : KMLA_BF16_BYTES;
-constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
-                       : kE4m3 ? KMLA_I_PITCH_E4M3
-                               : KMLA_I_PITCH_BF16;
-constexpr int kStages = KMLA_STAGES;
 // Where an SM has room for two large blocks, they share it and leave the query's fragments in shared
 // memory; a block alone keeps them in registers.
-constexpr int kResident = KMLA_RESIDENT;
 constexpr bool kQueryShared = kResident > 1 && kTile > 16;
-constexpr int kStep = KMLA_I_STEP_TOKENS;
-constexpr int kBlocks = KMLA_I_STEP_TOKENS / 16;  // token halves in QK, k16 steps in PV
+constexpr int kBlocks = kStep / 16;                // token halves in QK, k16 steps in PV
 constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group
 constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes
-constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
-constexpr int kLanesPerVector = 8;
 
 // ---- shared memory, in this order; the host computes the same sum
 
-constexpr int kScoresAt = kStages * kStep * kPitch;                  // fp32 [4][tile][36]
+constexpr int kStagesAt = kSmallBytes;
+constexpr int kScoresAt = kStagesAt + kStages * kStep * kPitch;      // fp32 [4][tile][36]
 constexpr int kWeightsAt = kScoresAt + kGroups * kTile * KMLA_I_SCORE_PITCH * 4; // [1|2][tile][40]
 constexpr int kRatiosAt = kWeightsAt + kTile * KMLA_I_WEIGHT_PITCH * 2 * (kBf16 ? 2 : 1);
 constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][32]
-constexpr int kFactorsAt = kExponentsAt + (kPacked ? kStep * 4 : 0);          // fp32 [32]
-constexpr int kAmaxAt = kFactorsAt + kTile * 4;                               // fp32 [tile]
-constexpr int kMiscAt = kAmaxAt + kGroups * kTile * 4;                        // fp32 [4][tile]
-constexpr int kEnd = kMiscAt + KMLA_I_MISC_BYTES;
+constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [32]
 // The query's fragments: behind all that, or, on their way to registers, in the last stage and the
 // scores.
 constexpr int kQueryBytes = kTile * KMLA_QUERY_DIMS * 2;
-constexpr int kQueryAt = kQueryShared ? kEnd : (kStages - 1) * kStep * kPitch;
+constexpr int kQueryAt = kQueryShared ? kEnd : kStagesAt + (kStages - 1) * kStep * kPitch;
 static_assert(kQueryShared || kQueryAt + kQueryBytes <= kWeightsAt, "the query fits");
 static_assert(kEnd + (kQueryShared ? kQueryBytes : 0) == KMLA_SHARED_BYTES,
               "host and device layouts differ");
-static_assert(kStages * 16 + 16 <= KMLA_I_MISC_BYTES,
-              "misc holds a barrier and 8 mask bytes a stage, and the tile's bounds");
 
-struct reader_state {
-    // Where the thread is.
-    int lane, warp;
-    int row_in_quad, column; // of mma fragments: lane / 4, lane % 4
-    // What the block reads.
-    int group, first_row, rows, vectors;       // vectors = rows * heads of the group
-    int first_vector;                          // of the tile
-    int split;
+struct reader_state : block_place {
+    int dims, half; // in QK: the warp's group of dims, its half of the step's tokens
     // Fragments that live through the loop.
     word2 query[kQueryShared ? 1 : kQuerySteps][kColumns];
-    float out[4][kColumns][4]; // O^T of 64 dims: tile j has dims 8 * row_in_quad + 2j and + 2j + 1
+    float out[4][kColumns][4]; // O^T, as in store_results
     // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.
     float scale;            // of scores, to log2 units
-    float weight_reference; // log2; weights are exp2(score + exponent - weight_reference)
     float sum_reference;    // log2; sum has exp2(score - sum_reference)
+    float weight_reference; // above that: weights are exp2(score - sum_reference + exponent - it)
     float sum;
 };
 
-KMLA_DEVICE uint8_t* stage_of(int step) { return shared_memory() + step % kStages * kStep * kPitch; }
+KMLA_DEVICE uint8_t* stage_of(int step) {
+    return shared_memory() + kStagesAt + step % kStages * kStep * kPitch;
+}
 KMLA_DEVICE float* scores_of(int group) {
     return (float*)(shared_memory() + kScoresAt) + group * kTile * KMLA_I_SCORE_PITCH;
 }
 KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }
-KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
 KMLA_DEVICE uint16_t* ratios_of(int group) {
     return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
 }
-// Largest magnitude of each vector's dims of one group (and its 16 rope lanes).
-KMLA_DEVICE float* amax_of(int group) {
-    return (float*)(shared_memory() + kAmaxAt) + group * kTile;
-}
-KMLA_DEVICE uint64_t* arrival_of(int step) {
-    return (uint64_t*)(shared_memory() + kMiscAt) + step % kStages;
-}
-// Byte w of 8: which of tokens 4w..4w+3 of the step exist.
-KMLA_DEVICE uint8_t* token_masks_of(int step) {
-    return shared_memory() + kMiscAt + kStages * 8 + step % kStages * 8;
-}
-
-// The tile's tokens: the union of its vectors' ranges, and their intersection, where every vector
-// sees every token.
-struct tile_bounds {
-    int begin, end, full_begin, full_end;
-};
-KMLA_DEVICE tile_bounds& bounds() {
-    return *(tile_bounds*)(shared_memory() + kMiscAt + kStages * 16);
-}
-
-// What this split reads of each vector's tokens, where amax was. `whole`: all of them.
-struct vector_range {
-    int begin, end, whole, unused;
-};
-KMLA_DEVICE vector_range& range_of(int n) {
-    return ((vector_range*)(shared_memory() + kAmaxAt))[n];
-}
+KMLA_DEVICE float* exponents() { return (float*)(shared_memory() + kExponentsAt); }
+// Largest magnitude of each vector's dims of one group (and its 16 rope lanes), where weights will be.
+KMLA_DEVICE float* amax_of(int group) { return (float*)weights() + group * kTile; }
 
 // ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
 //
@@ -135,7 +86,7 @@ KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {
 // Stages column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in
 // score_scale.
 KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_state& s, int j) {
-    int group = s.warp % kGroups;
+    int group = s.dims;
     int latent = group * KMLA_GROUP_DIMS + 4 * s.column, rope = 16 * group + 4 * s.column;
     int vector = s.first_vector + 8 * j + s.row_in_quad;
     if (vector >= s.vectors) {
@@ -147,15 +98,10 @@ KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
     if (args.query_format == KMLA_QUERY_BF16) {
-        word2 loaded[kQuerySteps];
 #pragma unroll
         for (int k = 0; k < kQuerySteps; k++) {
             int dim = k < kLatentSteps ? latent + 16 * k : KMLA_LATENT_DIMS + rope;
-            loaded[k] = *(const word2*)(record + 2 * dim);
-        }
-#pragma unroll
-        for (int k = 0; k < kQuerySteps; k++) {
-            staged_query(group, k, j, s.lane) = loaded[k];
+            copy_async_8(&staged_query(group, k, j, s.lane), (const void*)(record + 2 * dim));
         }
         return;
     }
@@ -176,9 +122,10 @@ KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_
 
 KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {
 #pragma unroll 1
-    for (int j = s.warp / kGroups; j < kColumns; j += 2) {
+    for (int j = s.half; j < kColumns; j += 2) {
         load_query_column(args, s, j);
     }
+    copy_async_commit();
 }
 
 KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
@@ -190,7 +137,7 @@ KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
 KMLA_DEVICE float staged_amax(const reader_state& s, int j, int steps) {
     float amax = 0;
     for (int k = 0; k < steps; k++) {
-        word2 pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        word2 pair = staged_query(s.dims, k, j, s.lane);
         amax = amax_of_pair(amax_of_pair(amax, pair.x), pair.y);
     }
     amax = maximum(amax, shuffle_xor(amax, 1));
@@ -210,7 +157,7 @@ KMLA_DEVICE void round_query_to_packed(const reader_state& s, int j) {
     float inverse = power_of_two_inverse(scale);
 #pragma unroll 1
     for (int k = 0; k < kLatentSteps; k++) {
-        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        word2& pair = staged_query(s.dims, k, j, s.lane);
         pair.x = round_pair_to_e4m3(pair.x, scale, inverse);
         pair.y = round_pair_to_e4m3(pair.y, scale, inverse);
     }
@@ -235,7 +182,7 @@ KMLA_DEVICE void normalise_query(const reader_state& s, int j) {
         bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad)) << 23);
 #pragma unroll 3
     for (int k = 0; k < kQuerySteps; k++) {
-        word2& pair = staged_query(s.warp % kGroups, k, j, s.lane);
+        word2& pair = staged_query(s.dims, k, j, s.lane);
         bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV
         pair.x = normalise_pair(pair.x, factor, to_f16);
         pair.y = normalise_pair(pair.y, factor, to_f16);
@@ -244,8 +191,9 @@ KMLA_DEVICE void normalise_query(const reader_state& s, int j) {
 
 // From values to fragments.
 KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
-    int group = s.warp % kGroups;
-    for (int j = s.warp / kGroups; j < kColumns; j += 2) {
+    copy_async_wait<kStages - 1>(); // all but the first steps' records
+    int group = s.dims;
+    for (int j = s.half; j < kColumns; j += 2) {
         if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
             round_query_to_packed(s, j);
         }
@@ -257,11 +205,11 @@ KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
     sync_block();
     s.scale = args.score_scale;
     if (!kBf16) {
-        for (int j = s.warp / kGroups; j < kColumns; j += 2) {
+        for (int j = s.half; j < kColumns; j += 2) {
             normalise_query(s, j);
         }
-        if (thread_index() / kLanesPerVector < kTile) {
-            s.scale *= norm_of(thread_index() / kLanesPerVector);
+        if (s.vector < kTile) {
+            s.scale *= norm_of(s.vector);
         }
     }
     sync_block();
@@ -275,73 +223,22 @@ KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
     }
 }
 
-// ---- ranges
-
-KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {
-    return tile_bounds{minimum(a.begin, b.begin), maximum(a.end, b.end),
-                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};
-}
-
-// Returns the range of the thread's vector, and sets the tile's bounds.
-KMLA_DEVICE vector_range find_ranges(const kmla_i_reader_args& args, const reader_state& s) {
-    int n = thread_index() / kLanesPerVector;
-    int vector = s.first_vector + n;
-    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
-    vector_range range = {0, 0, 0, 0};
-    if (n < kTile && vector < s.vectors) {
-        int i = vector / args.heads;
-        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
-        token_range part = split_range(args, row, s.split);
-        range.begin = part.begin;
-        range.end = part.end;
-        range.whole = part.begin == row.begin && part.end == row.end;
-        mine.full_begin = range.begin;
-        mine.full_end = range.end;
-        if (range.begin < range.end) {
-            mine.begin = range.begin;
-            mine.end = range.end;
-        }
-    }
-    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {
-        tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),
-                             (int)shuffle_xor((uint32_t)mine.end, mask),
-                             (int)shuffle_xor((uint32_t)mine.full_begin, mask),
-                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};
-        mine = join(mine, other);
-    }
-    // Over the block, through the weights' memory, which is not in use yet.
-    tile_bounds* of_warp = (tile_bounds*)weights();
-    if (s.lane == 0) {
-        of_warp[s.warp] = mine;
-    }
-    sync_block();
-    if (thread_index() == 0) {
-        for (int w = 1; w < KMLA_I_READER_THREADS / 32; w++) {
-            mine = join(mine, of_warp[w]);
-        }
-        bounds() = mine;
-    }
-    return range;
-}
-
 // ---- KV to shared memory
 
-// A step that lies in one page of packed records is one bulk copy, where there are such.
-KMLA_DEVICE bool copies_in_bulk(const kmla_i_reader_args& args) {
-    return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && !args.slot_list &&
-           args.page_tokens % kStep == 0;
+KMLA_DEVICE bool copies_in_bulk(const reader_state& s) {
+    return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && s.bulk;
 }
 
-// The warp that starts the step's bulk copy.
-KMLA_DEVICE bool is_copier(const reader_state& s, int step) {
-    return s.warp == KMLA_I_READER_THREADS / 32 - 1 - step % 2;
+// The warp that starts bulk copies: the last, which small tiles leave idle in softmax.
+KMLA_DEVICE bool is_copier(const reader_state& s) {
+    return s.warp == KMLA_I_READER_THREADS / 32 - 1;
 }
 
 // The table look-up for the step that begins at `token`, a step ahead of the copy that needs it: the
 // entry of the token that this lane answers for (lanes l and l + 4 the same), -1 if not wanted.
 KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
-    int mine = copies_in_bulk(args) ? token : token + 4 * s.warp + s.lane % 4;
-    bool wanted = mine < bounds().end && (copies_in_bulk(args) || mine >= bounds().begin);
+    int mine = copies_in_bulk(s) ? token : token + 4 * s.warp + s.lane % 4;
+    bool wanted = mine < bounds().end && (copies_in_bulk(s) || mine >= bounds().begin);
     return wanted ? table_entry(args, s.group, mine) : -1;
 }
 
@@ -351,11 +248,8 @@ KMLA_DEVICE void start_bulk_copy(const kmla_i_reader_args& args, const reader_st
                                  int token, int entry) {
     int first = maximum(bounds().begin - token, 0);
     int last = entry < 0 ? first : minimum(bounds().end - token, kStep);
-    if (s.lane < kStep / 4) {
-        uint32_t from_first = 0xFu << maximum(first - 4 * s.lane, 0);
-        uint32_t to_last = 0xFu >> maximum(4 * s.lane + 4 - last, 0);
-        bool any = first < 4 * s.lane + 4 && last > 4 * s.lane;
-        token_masks_of(step)[s.lane] = (uint8_t)(any ? from_first & to_last & 0xF : 0);
+    if (s.lane < kWarps) {
+        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens, first, last);
     }
     if (s.lane == 0) {
         uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
@@ -376,7 +270,7 @@ KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reade
         record_address(args, entry, token + 4 * s.warp + s.lane % 4, kRecordBytes);
     address = entry >= 0 ? address : 0;
     if (s.lane == 0) {
-        token_masks_of(step)[s.warp] = (uint8_t)exists;
+        token_masks_of(step)[s.warp] = (warp_mask)exists;
     }
     uint8_t* stage = stage_of(step) + 4 * s.warp * kPitch;
 #pragma unroll 1
@@ -394,20 +288,21 @@ KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reade
 KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
                            int token, int entry) {
 #if KMLA_HAS_BULK_COPY
-    if (copies_in_bulk(args)) {
-        if (is_copier(s, step)) {
-            start_bulk_copy(args, s, step, token, entry);
+    if (copies_in_bulk(s)) {
+        if (!is_copier(s)) {
+            return -1;
         }
-        return is_copier(s, step + 1) ? look_up(args, s, token + kStep) : -1;
+        start_bulk_copy(args, s, step, token, entry);
+        return look_up(args, s, token + kStep);
     }
 #endif
     start_record_copies(args, s, step, token, entry);
     return look_up(args, s, token + kStep);
 }
 
-KMLA_DEVICE void wait_for_copy(const kmla_i_reader_args& args, int step) {
+KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
 #if KMLA_HAS_BULK_COPY
-    if (copies_in_bulk(args)) {
+    if (copies_in_bulk(s)) {
         barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);
         return;
     }
@@ -426,8 +321,8 @@ KMLA_DEVICE void load_codes_fragment(const uint8_t* at, uint32_t (&a)[4]) {
 }
 
 KMLA_DEVICE void load_bf16_fragment(const uint8_t* at, uint32_t (&a)[4]) {
-    word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
-    a[0] = low.x, a[1] = high.x, a[2] = low.y, a[3] = high.y;
+    const uint32_t *low = (const uint32_t*)at, *high = (const uint32_t*)(at + 8 * kPitch);
+    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];
 }
 
 // Sums of codes times the tokens' scales of the group: sums of numbers.
@@ -443,7 +338,7 @@ KMLA_DEVICE void scale_scores(const uint8_t* record, int group, float (&score)[k
 }
 
 KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
-    int group = s.warp % kGroups, token = s.warp / kGroups * 16 + s.row_in_quad;
+    int group = s.dims, token = s.half * 16 + s.row_in_quad;
     const uint8_t* record = stage + token * kPitch;
     float score[kColumns][4];
     uint32_t a[4];
@@ -489,60 +384,59 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
 // ---- scales of packed records: 2^exponent goes with the score, the rest with the f16 weight
 
 // Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio
-// scale / 2^e. A token that does not exist has ratio 0, and so has a scale that is no number: such
-// a token's score is none either, which is what its readers get. Each warp takes four tokens, a
-// lane one scale.
-KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage, const uint8_t* masks) {
+// scale / 2^e. A scale that is no number has ratio 0: such a token's score is no number either,
+// which is what its readers get. Each warp takes four tokens, a lane one scale.
+KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage) {
     if (!kPacked) {
         return;
     }
-    int group = s.lane % 4, i = s.lane / 4 % 4, token = 4 * s.warp + i;
-    float scale = *(const float*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET + 4 * group);
-    bool number = (masks[s.warp] >> i & 1) && (float_bits(scale) & 0x7FFFFFFFu) < 0x7F800000u;
-    scale = number ? scale : 0;
-    uint32_t largest = float_bits(scale) & 0x7FFFFFFFu;
+    int group = s.column, token = 4 * s.warp + s.row_in_quad % 4;
+    uint32_t bits = *(const uint32_t*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET + 4 * group);
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+    bits = magnitude < 0x7F800000u ? bits : 0;
+    uint32_t largest = magnitude < 0x7F800000u ? magnitude : 0;
     largest = maximum(largest, shuffle_xor(largest, 1));
     largest = maximum(largest, shuffle_xor(largest, 2));
-    int exponent = largest == 0 ? 0 : minimum((int)((largest + 0x007FFFFFu) >> 23) - 127, 126);
-    // In two factors, so that none leaves fp32's range.
-    float first = bits_float((uint32_t)(127 - exponent / 2) << 23);
-    float second = bits_float((uint32_t)(127 - (exponent - exponent / 2)) << 23);
+    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e
+    power = power < (253u << 23) ? power : 253u << 23;      // so that its inverse is normal
     if (s.lane < 16) {
-        ratios_of(group)[token] = (uint16_t)pack_f16(scale * first * second, 0.0f);
+        float ratio = bits_float(bits) * bits_float((254u << 23) - power);
+        ratios_of(group)[token] = (uint16_t)pack_f16(ratio, 0.0f);
         if (group == 0) {
-            ((float*)(shared_memory() + kExponentsAt))[token] = (float)exponent;
+            exponents()[token] = (float)((int)(power >> 23) - 127);
         }
     }
 }
 
 // ---- softmax: 8 lanes a vector, 4 tokens a lane
 
-// True if some lane of the warp has a score that its vector's reference cannot take.
-KMLA_DEVICE bool outgrown(const float (&x)[4], float reference) {
-    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
+KMLA_DEVICE float top_of(const float (&x)[4]) {
+    return maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
+}
+
+KMLA_DEVICE bool outgrown(float top, float reference) {
     return top > reference + KMLA_I_REFERENCE_GROWTH;
 }
 
-// A new reference for a vector whose maximum has outgrown the old one; returns what old sums times.
-KMLA_DEVICE float raise_reference(const float (&x)[4], float& reference) {
-    float top = maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
+// A new reference for a vector whose maximum has outgrown the old one; its 8 lanes agree.
+KMLA_DEVICE float raised_reference(float top, float reference) {
     top = maximum(top, shuffle_xor(top, 1));
     top = maximum(top, shuffle_xor(top, 2));
     top = maximum(top, shuffle_xor(top, 4));
-    if (!(top > reference + KMLA_I_REFERENCE_GROWTH)) {
-        return 1.0f;
-    }
-    float raised = top - KMLA_I_REFERENCE_BELOW;
-    float factor = exp2_fast(reference - raised);
-    reference = raised;
-    return factor;
+    return outgrown(top, reference) ? top - KMLA_I_REFERENCE_BELOW : reference;
 }
 
-// exp2(x - reference); a vector that has seen no token yet has no reference, and only -inf.
-KMLA_DEVICE void exponentials(const float (&x)[4], float reference, float (&p)[4]) {
+// x - reference; a vector that has seen no token yet has no reference, and only -inf.
+KMLA_DEVICE void subtract_reference(const float (&x)[4], float reference, float (&d)[4]) {
     float base = reference == -infinity() ? 0 : reference;
     for (int i = 0; i < 4; i++) {
-        p[i] = exp2_fast(x[i] - base);
+        d[i] = x[i] - base;
+    }
+}
+
+KMLA_DEVICE void exponentials(const float (&d)[4], float (&p)[4]) {
+    for (int i = 0; i < 4; i++) {
+        p[i] = exp2_fast(d[i]);
     }
 }
 
@@ -553,12 +447,12 @@ KMLA_DEVICE float sum_of_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) 
 // Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.
 // `masked`: some vector may not see some token.
 template <bool masked>
-KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* masks) {
-    int n = thread_index() / kLanesPerVector, quad = thread_index() % kLanesPerVector;
+KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const warp_mask* masks) {
+    int n = s.vector, quad = s.quad;
     if (n >= kTile) {
         return false;
     }
-    float x[4], y[4], p[4];
+    float x[4], d[4], y[4], p[4];
     word4 part[kGroups];
     for (int g = 0; g < kGroups; g++) {
         part[g] = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);
@@ -568,31 +462,49 @@ KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const uint8_t* m
     x[2] = sum_of_groups(part[0].z, part[1].z, part[2].z, part[3].z);
     x[3] = sum_of_groups(part[0].w, part[1].w, part[2].w, part[3].w);
     uint32_t exists = masked ? masks[quad] : 0xF;
-    word4 exponents = {0, 0, 0, 0};
+    word4 four = {0, 0, 0, 0};
     if (kPacked) {
-        exponents = ((const word4*)(shared_memory() + kExponentsAt))[quad];
+        four = ((const word4*)exponents())[quad];
     }
-    float exponent[4] = {bits_float(exponents.x), bits_float(exponents.y), bits_float(exponents.z),
-                         bits_float(exponents.w)};
+    float exponent[4] = {bits_float(four.x), bits_float(four.y), bits_float(four.z),
+                         bits_float(four.w)};
     vector_range range = masked ? range_of(n) : vector_range{0, 0, 0, 0};
     for (int i = 0; i < 4; i++) {
         int token = first_token + 4 * quad + i;
         bool visible = token >= range.begin && token < range.end && (exists >> i & 1);
         x[i] = !masked || visible ? x[i] * s.scale : -infinity();
-        y[i] = x[i] + exponent[i];
     }
-    float sum_factor = 1, factor = 1;
-    bool grown = outgrown(x, s.sum_reference) || (kPacked && outgrown(y, s.weight_reference));
+    subtract_reference(x, s.sum_reference, d);
+    for (int i = 0; i < 4; i++) {
+        y[i] = d[i] + exponent[i];
+    }
+    float factor = 1;
+    bool grown = outgrown(top_of(x), s.sum_reference) ||
+                 (kPacked && outgrown(top_of(y), s.weight_reference));
     if (ballot(grown)) {
-        sum_factor = factor = raise_reference(x, s.sum_reference);
+        float raised = raised_reference(top_of(x), s.sum_reference);
+        if (raised != s.sum_reference) {
+            factor = exp2_fast(s.sum_reference - raised);
+            s.weight_reference -= raised - s.sum_reference; // the same as before, above the new one
+            s.sum *= factor;
+            s.sum_reference = raised;
+            subtract_reference(x, raised, d);
+        }
         if (kPacked) {
-            factor = raise_reference(y, s.weight_reference);
+            for (int i = 0; i < 4; i++) {
+                y[i] = d[i] + exponent[i];
+            }
+            raised = raised_reference(top_of(y), s.weight_reference);
+            factor = exp2_fast(s.weight_reference - raised);
+            factor = raised == s.weight_reference ? 1 : factor;
+            s.weight_reference = raised;
         }
     }
-    exponentials(x, s.sum_reference, p);
-    s.sum = s.sum * sum_factor + ((p[0] + p[1]) + (p[2] + p[3]));
+    exponentials(d, p);
+    s.sum += (p[0] + p[1]) + (p[2] + p[3]);
     if (kPacked) {
-        exponentials(y, s.weight_reference, p);
+        subtract_reference(y, s.weight_reference, y);
+        exponentials(y, p);
     }
     uint16_t* to = weights() + n * KMLA_I_WEIGHT_PITCH + 4 * quad;
     if (kBf16) { // BF16 has fp32's range but 8 bits: two terms
@@ -731,151 +643,25 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
 
 // ---- results
 
-// Index of a partial: [S][R][H].
-KMLA_DEVICE int64_t part_index(const kmla_i_reader_args& args, int split, int64_t row, int head) {
-    return (split * (int64_t)args.rows + row) * args.heads + head;
-}
-
-// `final`: this is the row's result, not a part of it. Its partial's lse is then +inf, which tells
-// the merge so.
-KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,
-                           float lse, bool final) {
-    if (args.splits > 1) {
-        float part_lse = final ? infinity() : lse;
-        ((float*)args.part_lse)[part_index(args, split, row, head)] = part_lse;
-    }
-    if (final && args.lse) {
-        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;
-    }
-}
-
-// Where each vector's result goes, in the scores' memory: twice the index of its first element, + 1
-// if that is in the output and not in a partial; negative: nowhere.
-KMLA_DEVICE int64_t* targets() { return (int64_t*)scores_of(0); }
-
-// The split's lse of each vector; for store_results, what its accumulators times and where they go.
-// A vector without tokens gets zeros as its output, but no partial: its weight is 0.
 KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
-    const float ln_2 = 0.693147181f;
-    int n = thread_index() / kLanesPerVector;
-    if (n >= kTile) {
+    if (s.vector >= kTile) {
         return;
     }
     s.sum += shuffle_xor(s.sum, 1);
     s.sum += shuffle_xor(s.sum, 2);
     s.sum += shuffle_xor(s.sum, 4);
-    int vector = s.first_vector + n;
-    if (thread_index() % kLanesPerVector != 0) {
-        return;
-    }
-    targets()[n] = -1;
-    if (vector >= s.vectors) {
-        return;
-    }
-    bool empty = s.sum == 0;
-    bool final = args.splits == 1 || (!empty && range_of(n).whole);
-    float lse = empty ? -infinity() : (s.sum_reference + log2_fast(s.sum)) * ln_2;
-    float factor = args.kv_scale;
-    if (kPacked) { // the two references differ by about the exponent of the scales
-        factor = exp2_fast(s.weight_reference - s.sum_reference);
-    }
-    factors()[n] = empty ? 0 : divide(factor, s.sum);
-    int64_t row = s.first_row + vector / args.heads;
-    int head = vector % args.heads;
-    store_lse(args, s.split, row, head, lse, final);
-    if (final) {
-        targets()[n] = 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1;
-    } else if (!empty) {
-        targets()[n] = 2 * part_index(args, s.split, row, head) * KMLA_LATENT_DIMS;
-    }
-}
-
-// Eight neighbouring dims of one vector.
-KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {
-    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
-    if (type == KMLA_FP32) {
-        word4* to = (word4*)((float*)base + index);
-        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
-        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
-    } else {
-        *(word4*)((uint16_t*)base + index) =
-            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),
-                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};
-    }
-}
-
-KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const reader_state& s) {
-    int dim = 64 * s.warp + 8 * s.row_in_quad;
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i;
-            int64_t target = targets()[n];
-            if (target < 0) {
-                continue;
-            }
-            bool final = target & 1;
-            float factor = factors()[n], x[8];
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                x[2 * m] = factor == 0 ? 0 : s.out[m][j][i] * factor;
-                x[2 * m + 1] = factor == 0 ? 0 : s.out[m][j][2 + i] * factor;
-            }
-            store_out(final ? args.out : args.part_out, target / 2 + dim,
-                      final ? args.out_type : args.partial_type, x);
-        }
+    if (s.quad == 0) {
+        float scale = kPacked ? exp2_wide(s.weight_reference) : args.kv_scale;
+        finish_vector(args, s.vector, s.sum, s.sum_reference, scale);
     }
 }
 
 // ---- the block
 
-KMLA_DEVICE void find_rows(const kmla_i_reader_args& args, reader_state& s) {
-    s.lane = thread_index() % 32;
-    s.warp = thread_index() / 32;
-    s.row_in_quad = s.lane / 4;
-    s.column = s.lane % 4;
-    s.group = block_z();
-    s.split = block_y();
-    s.first_vector = block_x() * kTile;
-    s.first_row = s.group * args.rows_per_group;
-    s.rows = args.rows_per_group;
-    if (args.ragged) {
-        const int32_t* offsets = (const int32_t*)args.row_offsets;
-        s.first_row = offsets[s.group];
-        s.rows = offsets[s.group + 1] - s.first_row;
-    }
-    s.vectors = s.rows * args.heads;
-}
-
-// Rows behind the last request of a ragged batch: no tokens.
-KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
-    int first = ((const int32_t*)args.row_offsets)[args.groups];
-    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {
-        for (int head = 0; head < args.heads; head++) {
-            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            int dim = 8 * thread_index();
-            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {
-                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
-                          args.out_type, zeros);
-            }
-            if (dim == 0) {
-                store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);
-            }
-        }
-    }
-}
-
-// Every vector of the tile sees every token of the step.
-KMLA_DEVICE bool is_full(int token, const uint8_t* masks) {
-    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&
-           *(const uint64_t*)masks == 0x0F0F0F0F0F0F0F0Full;
-}
-
 // Softmax and PV of a step whose scores are there.
 template <bool masked>
 KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,
-                              const uint8_t* masks) {
+                              const warp_mask* masks) {
     if (sync_block_or(softmax_step<masked>(s, token, masks))) {
         rescale_out(s);
     }
@@ -896,32 +682,34 @@ KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& 
     return entry;
 }
 
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, vector_range range) {
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
     int first = bounds().begin / kStep * kStep;
     int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
     if (steps == 0) {
         return;
     }
+    // Steps of which every vector of the tile sees every token that exists.
+    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
+    int full_end = (bounds().full_end - first) / kStep;
     int entry = fill_stages(args, s, first, steps);
     finish_query(args, s);
     for (int step = 0; step < steps; step++) {
         int token = first + step * kStep, ahead = step + kStages - 1;
         const uint8_t* stage = stage_of(step);
-        const uint8_t* masks = token_masks_of(step);
-        wait_for_copy(args, step);
+        const warp_mask* masks = token_masks_of(step);
+        wait_for_copy(s, step);
         sync_block(); // this step is here for all, and all are done with the one before
-        if (ahead < steps) {
+        if (kStages == 2 && ahead < steps) {
+            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
+        }
+        split_scales(s, stage);
+        multiply_keys(s, stage);
+        sync_block();
+        if (kStages > 2 && ahead < steps) { // later, where it holds up fewer warps
             entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
         }
         copy_async_commit();
-        if (step == 0 && thread_index() / kLanesPerVector < kTile) {
-            range_of(thread_index() / kLanesPerVector) = range;
-        }
-        bool full = is_full(token, masks);
-        split_scales(s, stage, masks);
-        multiply_keys(s, stage);
-        sync_block();
-        if (full) {
+        if (step >= full_begin && step < full_end && all_exist(masks)) {
             weigh_values<false>(s, token, stage, masks);
         } else {
             weigh_values<true>(s, token, stage, masks);
@@ -931,12 +719,15 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, ve
 }
 
 KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
+    wait_dependency(); // every block, before it reads or leaves: who waits for us waits for it too
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;
     }
     reader_state s;
-    find_rows(args, s);
+    find_place(args, s);
+    s.dims = s.warp % kGroups;
+    s.half = s.warp / kGroups;
     if (s.first_vector >= s.vectors) {
         return;
     }
@@ -959,14 +750,13 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     }
 #endif
     load_query(args, s); // first, for its latency
-    vector_range range = find_ranges(args, s);
+    find_ranges(args, s, scores_of(0));
     sync_block();
-    read_tokens(args, s, range);
+    read_tokens(args, s);
     launch_dependents();
-    find_rows(args, s); // again: cheaper than registers through the loop
     finish_softmax(args, s);
     sync_block();
-    store_results(args, s);
+    store_results(args, s, s.out);
 }
 
 #endif

@@ -1,0 +1,287 @@
+// What both readers share: which vectors and tokens a block reads, and where results go.
+//
+// A block reads one split of one group's tokens for KMLA_TILE query vectors (rows x heads of one
+// request, row-major). A group is a request, or with a slot list a row.
+
+#ifdef KMLA_TILE // an image holds one reader, or all of the support kernels
+
+#ifdef KMLA_HOPPER
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+constexpr int kTile = KMLA_TILE;
+constexpr int kColumns = kTile / 8; // N steps of a tile
+constexpr bool kPacked = KMLA_KV_FORMAT == KMLA_KV_PACKED;
+constexpr bool kE4m3 = KMLA_KV_FORMAT == KMLA_KV_E4M3;
+constexpr bool kBf16 = KMLA_KV_FORMAT == KMLA_KV_BF16;
+constexpr int kRecordBytes = kPacked ? KMLA_PACKED_BYTES : kE4m3 ? KMLA_E4M3_BYTES : KMLA_BF16_BYTES;
+constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
+                       : kE4m3 ? KMLA_I_PITCH_E4M3
+                               : KMLA_I_PITCH_BF16;
+constexpr int kStages = KMLA_STAGES;
+constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM
+constexpr int kWarps = KMLA_I_READER_THREADS / 32;
+constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS : KMLA_I_STEP_TOKENS;
+constexpr int kWarpTokens = kStep / kWarps; // of a step, for look-ups and copies
+constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
+constexpr int kLanesPerVector = kHopper ? 4 : 8; // that know a vector's range
+
+struct block_place {
+    // Where the thread is.
+    int lane, warp;
+    int row_in_quad, column; // of mma fragments: lane / 4, lane % 4
+    int vector, quad;        // the vector of the tile that kLanesPerVector lanes share, which lane
+    // What the block reads.
+    int group, first_row, rows, vectors; // vectors = rows * heads of the group
+    int first_vector;                    // of the tile
+    int split;
+    bool bulk; // a step's records lie in whole pages of packed records: bulk copies
+};
+
+KMLA_DEVICE void find_place(const kmla_i_reader_args& args, block_place& s) {
+    unsigned thread = (unsigned)thread_index(); // so that divisions are shifts
+    s.lane = (int)(thread % 32);
+    s.warp = (int)(thread / 32);
+    s.row_in_quad = (int)(thread % 32 / 4);
+    s.column = (int)(thread % 4);
+    s.vector = (int)(thread / kLanesPerVector);
+    s.quad = (int)(thread % kLanesPerVector);
+    s.group = block_z();
+    s.split = block_y();
+    s.first_vector = block_x() * kTile;
+    s.first_row = s.group * args.rows_per_group;
+    s.rows = args.rows_per_group;
+    if (args.ragged) {
+        const int32_t* offsets = (const int32_t*)args.row_offsets;
+        s.first_row = offsets[s.group];
+        s.rows = offsets[s.group + 1] - s.first_row;
+    }
+    s.vectors = s.rows * args.heads;
+    s.bulk = !args.slot_list && args.page_tokens % KMLA_I_STEP_TOKENS == 0;
+}
+
+// ---- the first bytes of shared memory: small things
+
+// The tile's tokens: the union of its vectors' ranges, and their intersection, where every vector
+// sees every token.
+struct tile_bounds {
+    int begin, end, full_begin, full_end;
+};
+// What is needed once a step or at the end, and so is not worth registers.
+struct tile_facts : tile_bounds {
+    int first_row, vectors, unused[2]; // as in block_place
+};
+// What this split reads of a vector's tokens. `whole`: all of them.
+struct vector_range {
+    int begin, end, whole, unused;
+};
+// A bit a token of a step: it exists. Byte or word w is of warp w's tokens.
+typedef uint16_t warp_mask;
+
+constexpr int kMasksAt = 8 * kStages;
+constexpr int kFactsAt = kMasksAt + kStages * kWarps * (int)sizeof(warp_mask);
+constexpr int kRangesAt = KMLA_I_MISC_BYTES;
+constexpr int kFactorsAt = kRangesAt + kTile * 16;
+constexpr int kTargetsAt = kFactorsAt + kTile * 4;
+constexpr int kSmallBytes = kTargetsAt + kTile * 8;
+static_assert(kFactsAt % 8 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,
+              "barriers, masks and facts fit");
+static_assert(sizeof(vector_range) == 16, "one load");
+
+KMLA_DEVICE uint64_t* arrival_of(int step) { return (uint64_t*)shared_memory() + step % kStages; }
+KMLA_DEVICE warp_mask* token_masks_of(int step) {
+    return (warp_mask*)(shared_memory() + kMasksAt) + step % kStages * kWarps;
+}
+KMLA_DEVICE tile_facts& bounds() { return *(tile_facts*)(shared_memory() + kFactsAt); }
+KMLA_DEVICE vector_range& range_of(int n) {
+    return ((vector_range*)(shared_memory() + kRangesAt))[n];
+}
+// What a vector's accumulators times: to rescale them, in the end to make them results.
+KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
+// Where each vector's result goes: twice the index of its first element, + 1 if that is in the
+// output and not in a partial; negative: nowhere.
+KMLA_DEVICE int64_t* targets() { return (int64_t*)(shared_memory() + kTargetsAt); }
+
+// Of the kWarpTokens tokens from `token` on, those in [first, last).
+KMLA_DEVICE warp_mask mask_of_tokens(int token, int first, int last) {
+    const uint32_t all = (1u << kWarpTokens) - 1;
+    if (last <= token || first >= token + kWarpTokens) {
+        return 0;
+    }
+    uint32_t from_first = all << maximum(first - token, 0);
+    uint32_t to_last = all >> maximum(token + kWarpTokens - last, 0);
+    return (warp_mask)(from_first & to_last & all);
+}
+
+// All tokens of the step exist.
+KMLA_DEVICE bool all_exist(const warp_mask* masks) {
+    const uint32_t all = ((1u << kWarpTokens) - 1) * 0x10001u;
+    word4 m = *(const word4*)masks;
+    return (m.x & m.y & m.z & m.w) == all;
+}
+
+// ---- ranges
+
+KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {
+    return tile_bounds{minimum(a.begin, b.begin), maximum(a.end, b.end),
+                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};
+}
+
+// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared
+// memory of 16 bytes a warp.
+KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {
+    int vector = s.first_vector + s.vector;
+    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
+    if (s.vector < kTile) {
+        vector_range range = {0, 0, 0, 0};
+        if (vector < s.vectors) {
+            int i = vector / args.heads;
+            token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
+            token_range part = split_range(args, row, s.split);
+            range.begin = part.begin;
+            range.end = part.end;
+            range.whole = part.begin == row.begin && part.end == row.end;
+            mine.full_begin = range.begin;
+            mine.full_end = range.end;
+            if (range.begin < range.end) {
+                mine.begin = range.begin;
+                mine.end = range.end;
+            }
+        }
+        if (s.quad == 0) {
+            range_of(s.vector) = range;
+        }
+    }
+    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {
+        tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),
+                             (int)shuffle_xor((uint32_t)mine.end, mask),
+                             (int)shuffle_xor((uint32_t)mine.full_begin, mask),
+                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};
+        mine = join(mine, other);
+    }
+    tile_bounds* of_warp = (tile_bounds*)scratch;
+    if (s.lane == 0) {
+        of_warp[s.warp] = mine;
+    }
+    sync_block();
+    if (thread_index() == 0) {
+        for (int w = 1; w < kWarps; w++) {
+            mine = join(mine, of_warp[w]);
+        }
+        (tile_bounds&)bounds() = mine;
+        bounds().first_row = s.first_row;
+        bounds().vectors = s.vectors;
+    }
+}
+
+// ---- results
+
+// Index of a partial: [S][R][H].
+KMLA_DEVICE int64_t part_index(const kmla_i_reader_args& args, int split, int64_t row, int head) {
+    return (split * (int64_t)args.rows + row) * args.heads + head;
+}
+
+// `final`: this is the row's result, not a part of it. Its partial's lse is then +inf, which tells
+// the merge so.
+KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t row, int head,
+                           float lse, bool final) {
+    if (args.splits > 1) {
+        float part_lse = final ? infinity() : lse;
+        ((float*)args.part_lse)[part_index(args, split, row, head)] = part_lse;
+    }
+    if (final && args.lse) {
+        ((float*)args.lse)[row * args.lse_row_stride + head * args.lse_head_stride] = lse;
+    }
+}
+
+// Of the tile's vector n: stores the split's lse, and for store_results sets what its accumulators
+// times and where they go. `sum` is of exp2(score - reference), `scale` what accumulators over sum
+// lack. A vector without tokens gets zeros as its output, but no partial: its weight is 0.
+KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,
+                               float scale) {
+    const float ln_2 = 0.693147181f;
+    int vector = block_x() * kTile + n;
+    targets()[n] = -1;
+    if (vector >= bounds().vectors) {
+        return;
+    }
+    bool empty = sum == 0;
+    bool final = args.splits == 1 || (!empty && range_of(n).whole);
+    float lse = empty ? -infinity() : (reference + log2_fast(sum)) * ln_2;
+    int64_t row = bounds().first_row + vector / args.heads;
+    int head = vector % args.heads;
+    factors()[n] = empty ? 0 : divide(scale, sum);
+    store_lse(args, block_y(), row, head, lse, final);
+    if (final) {
+        targets()[n] = 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1;
+    } else if (!empty) {
+        targets()[n] = 2 * part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS;
+    }
+}
+
+// Eight neighbouring dims of one vector.
+KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {
+    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+    if (type == KMLA_FP32) {
+        word4* to = (word4*)((float*)base + index);
+        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
+        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
+    } else {
+        *(word4*)((uint16_t*)base + index) =
+            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),
+                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};
+    }
+}
+
+// `out`: O^T of the warp's 64 dims; tile m has dims 8 * row_in_quad + 2m and + 2m + 1.
+KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place& s,
+                               const float (&out)[4][kColumns][4]) {
+    int dim = 64 * s.warp + 8 * s.row_in_quad;
+    int64_t target[kColumns][2];
+    float factor[kColumns][2];
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        for (int i = 0; i < 2; i++) {
+            target[j][i] = targets()[8 * j + 2 * s.column + i];
+            factor[j][i] = factors()[8 * j + 2 * s.column + i];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float x[8];
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                x[2 * m] = factor[j][i] == 0 ? 0 : out[m][j][i] * factor[j][i];
+                x[2 * m + 1] = factor[j][i] == 0 ? 0 : out[m][j][2 + i] * factor[j][i];
+            }
+            if (target[j][i] >= 0) {
+                bool final = target[j][i] & 1;
+                store_out(final ? args.out : args.part_out, target[j][i] / 2 + dim,
+                          final ? args.out_type : args.partial_type, x);
+            }
+        }
+    }
+}
+
+// Rows behind the last request of a ragged batch: no tokens.
+KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
+    int first = ((const int32_t*)args.row_offsets)[args.groups];
+    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {
+        for (int head = 0; head < args.heads; head++) {
+            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            int dim = 8 * thread_index();
+            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {
+                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
+                          args.out_type, zeros);
+            }
+            if (dim == 0) {
+                store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);
+            }
+        }
+    }
+}
+
+#endif
