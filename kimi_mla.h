@@ -3450,7 +3450,7 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
                                        const kmla_plan* plan, const kmla_device* device,
                                        const kmla_log* log, kmla_image* image, kmla_error* error) {
     char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
-    const char* options[10];
+    const char* options[12];
     int count = 0, result;
     void* program = NULL;
     kmla_status status;
@@ -3458,6 +3458,7 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
              device->compute_minor);
     options[count++] = architecture;
     options[count++] = "--std=c++17";
+    options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
     if (log) {
         options[count++] = "--ptxas-options=-v"; // registers, spills and shared memory
     }
@@ -3986,7 +3987,7 @@ KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const
     shape.grid_z = (uint32_t)plan->groups + (plan->shape.ragged ? 1 : 0); // one more: dead rows
     shape.threads = KMLA_I_READER_THREADS;
     shape.shared_bytes = (uint32_t)plan->shared_bytes;
-    shape.overlaps = 1;
+    shape.overlaps = 0;
     status = kmla_i_launch(gpu, reader->function, &shape, &reader_args, stream, error);
     if (status != KMLA_OK || plan->splits == 1) {
         return status;
@@ -4765,13 +4766,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// A bit a token of a step: it exists. Byte or word w is of warp w's tokens.\n"
      "typedef uint16_t warp_mask;\n"
      "\n"
-     "constexpr int kMasksAt = 8 * kStages;\n"
+     "constexpr int kMasksAt = (8 * kStages + 15) / 16 * 16;\n"
      "constexpr int kFactsAt = kMasksAt + kStages * kWarps * (int)sizeof(warp_mask);\n"
      "constexpr int kRangesAt = KMLA_I_MISC_BYTES;\n"
      "constexpr int kFactorsAt = kRangesAt + kTile * 16;\n"
      "constexpr int kTargetsAt = kFactorsAt + kTile * 4;\n"
      "constexpr int kSmallBytes = kTargetsAt + kTile * 8;\n"
-     "static_assert(kFactsAt % 8 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,\n"
+     "static_assert(kFactsAt % 16 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,\n"
      "              \"barriers, masks and facts fit\");\n"
      "static_assert(sizeof(vector_range) == 16, \"one load\");\n"
      "\n"
@@ -5714,7 +5715,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {\n"
-     "    wait_dependency(); // every block, before it reads or leaves: who waits for us waits for it too\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
      "        return;\n"
@@ -5745,7 +5745,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "#endif\n"
      "    load_query(args, s); // first, for its latency\n"
-     "    find_ranges(args, s, scores_of(0));\n"
+     "    find_ranges(args, s, weights());\n"
      "    sync_block();\n"
      "    read_tokens(args, s);\n"
      "    launch_dependents();\n"
@@ -5873,7 +5873,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
      "    wait_dependency();\n"
-     "    launch_dependents(); // the next reader may come up; it waits for our end before it reads\n"
      "    weighted_sum<true>(args);\n"
      "}\n"
      "\n"

@@ -106,7 +106,6 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
 
 KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
     wait_dependency();
-    launch_dependents(); // the next reader may come up; it waits for our end before it reads
     weighted_sum<true>(args);
 }
 

@@ -719,7 +719,6 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
 }
 
 KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
-    wait_dependency(); // every block, before it reads or leaves: who waits for us waits for it too
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;
@@ -750,7 +749,7 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     }
 #endif
     load_query(args, s); // first, for its latency
-    find_ranges(args, s, scores_of(0));
+    find_ranges(args, s, weights());
     sync_block();
     read_tokens(args, s);
     launch_dependents();

@@ -79,13 +79,13 @@ struct vector_range {
 // A bit a token of a step: it exists. Byte or word w is of warp w's tokens.
 typedef uint16_t warp_mask;
 
-constexpr int kMasksAt = 8 * kStages;
+constexpr int kMasksAt = (8 * kStages + 15) / 16 * 16;
 constexpr int kFactsAt = kMasksAt + kStages * kWarps * (int)sizeof(warp_mask);
 constexpr int kRangesAt = KMLA_I_MISC_BYTES;
 constexpr int kFactorsAt = kRangesAt + kTile * 16;
 constexpr int kTargetsAt = kFactorsAt + kTile * 4;
 constexpr int kSmallBytes = kTargetsAt + kTile * 8;
-static_assert(kFactsAt % 8 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,
+static_assert(kFactsAt % 16 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,
               "barriers, masks and facts fit");
 static_assert(sizeof(vector_range) == 16, "one load");
 
