@@ -280,6 +280,12 @@ typedef struct kmla_device {
 #define KMLA_MAX_SPLITS 1024
 #define KMLA_MAX_CAPACITY_TOKENS 67108864 // 2^26: 64 times the longest public context
 
+enum {
+    KMLA_READER_HOST = 0,
+    KMLA_READER_PORTABLE = 1, // compute capability 8.0 and up
+    KMLA_READER_HOPPER = 2    // 9.0 exactly, packed and E4M3 KV
+};
+
 // What will be decoded. Zero takes the default in brackets.
 typedef struct kmla_shape {
     int32_t requests;            // requests in a batch, 1..65535
@@ -295,14 +301,14 @@ typedef struct kmla_shape {
     int32_t splits;              // S, 1..1024 [the planner's choice for the card]
     int32_t single_split_chunks; // rows of at most so many live chunks use one split [0]
     int32_t partial_type;        // KMLA_BF16 or KMLA_FP32 [BF16]
-    int32_t tile;                // query vectors a block reads together: 8, 16, 32 [planner]
+    int32_t tile;                // query vectors a block reads together: 8, 16, 32, Hopper
+                                 // also 24, 40 [planner]
     int32_t ragged;              // 1: row_offsets says which rows are whose [0: uniform]
     int32_t slot_list;           // 1: tokens come from a slot list, one per row [block table]
     kmla_length_rule lengths;    // [per-row lengths, no window, one rank]
-    int32_t unused_;             // keep 0
+    int32_t reader;              // KMLA_READER_PORTABLE or _HOPPER [the best for card and shape]
 } kmla_shape;
 
-enum { KMLA_READER_HOST = 0, KMLA_READER_PORTABLE = 1 };
 enum { KMLA_CHOSEN_BY_CALLER = 0, KMLA_CHOSEN_BY_PLANNER = 1 };
 
 // A whole plan. Plain data: copy it, keep it, compare it. Made by kmla_plan_decode only.
@@ -1097,7 +1103,31 @@ static kmla_shape kmla_i_full_shape(const kmla_shape* given) {
     return shape;
 }
 
-static int kmla_i_is_tile(int32_t tile) { return tile == 8 || tile == 16 || tile == 32; }
+// Tiles for which the readers are written, and what they cost on an H200 (us; medians of the
+// benchmark's sweeps, 2026-12-01, packed KV): a step of a block alone on its SM, and of two blocks
+// that share one (0: they never do).
+typedef struct kmla_i_tile_cost {
+    int32_t reader, tile;
+    double alone_us, shared_us;
+} kmla_i_tile_cost;
+static const kmla_i_tile_cost kmla_i_tiles[] = {
+    {KMLA_READER_PORTABLE, 8, 1.05, 1.60},  {KMLA_READER_PORTABLE, 16, 1.20, 1.80},
+    {KMLA_READER_PORTABLE, 32, 1.90, 2.75}, {KMLA_READER_HOPPER, 8, 1.80, 0.0},
+    {KMLA_READER_HOPPER, 16, 2.00, 0.0},    {KMLA_READER_HOPPER, 24, 2.20, 0.0},
+    {KMLA_READER_HOPPER, 32, 2.40, 0.0},    {KMLA_READER_HOPPER, 40, 2.60, 0.0},
+};
+enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
+
+// The entry of a reader's tile, NULL if it has none such. The host reader takes every tile.
+static const kmla_i_tile_cost* kmla_i_find_tile(int32_t reader, int32_t tile) {
+    for (int32_t i = 0; i < KMLA_I_TILES; ++i) {
+        if (kmla_i_tiles[i].tile == tile &&
+            (kmla_i_tiles[i].reader == reader || reader == KMLA_READER_HOST)) {
+            return &kmla_i_tiles[i];
+        }
+    }
+    return NULL;
+}
 
 // Checks a shape whose defaults are filled in; tile and splits may still be 0.
 static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error) {
@@ -1117,7 +1147,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
         {"shape.single_split_chunks", shape->single_split_chunks, 0, INT32_MAX},
         {"shape.partial_type", shape->partial_type, 0, KMLA_FP32},
         {"shape.slot_list", shape->slot_list, 0, 1},
-        {"shape.unused_", shape->unused_, 0, 0},
+        {"shape.reader", shape->reader, 0, KMLA_READER_HOPPER},
         // The reader's grid has one more layer for the rows past the last offset.
         {"shape.requests (ragged)", (int64_t)shape->requests + shape->ragged, 1, 65535},
     };
@@ -1134,9 +1164,9 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
                            "shape.rows is %d; requests * rows_per_request is %lld, and not ragged",
                            (int)shape->rows, (long long)uniform_rows);
     }
-    if (shape->tile != 0 && !kmla_i_is_tile(shape->tile)) {
+    if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; 8, 16 and 32 are allowed, and 0 for the planner's",
+                           "shape.tile is %d; 8, 16, 24, 32 and 40 are allowed, and 0 for the planner's",
                            (int)shape->tile);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
@@ -1172,15 +1202,6 @@ static kmla_status kmla_i_check_device(const kmla_device* device, kmla_error* er
     return status;
 }
 
-// The smallest tile that needs no more tiles than the largest does.
-static int32_t kmla_i_choose_tile(int64_t vectors) {
-    int32_t tile = 32;
-    while (tile > 8 && kmla_i_ceil_div(vectors, tile / 2) == kmla_i_ceil_div(vectors, tile)) {
-        tile /= 2;
-    }
-    return tile;
-}
-
 // Two large blocks on one SM leave the query in shared memory, as reader.cuh's kQueryShared.
 static int kmla_i_query_is_shared(int32_t tile, int32_t resident) {
     return resident > 1 && tile > 16;
@@ -1209,6 +1230,21 @@ static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile, int32
     return small + records + scores + weights + ratios + exponents + query;
 }
 
+// As hopper.cuh lays it out.
+static int32_t kmla_i_hopper_shared_bytes(int32_t kv_format, int32_t tile) {
+    int32_t packed = kv_format == KMLA_KV_PACKED;
+    int32_t small = KMLA_I_MISC_BYTES + tile * (16 + 4 + 8);
+    int32_t aligned = (small + 1023) / 1024 * 1024;
+    int32_t pitch = packed ? KMLA_I_PITCH_PACKED : KMLA_I_PITCH_E4M3;
+    int32_t records = KMLA_I_FEW_STAGES * KMLA_I_HOPPER_STEP_TOKENS * pitch;
+    int32_t query = tile * KMLA_QUERY_DIMS * 2;
+    int32_t weights = tile * KMLA_I_HOPPER_STEP_TOKENS * 2;
+    int32_t ratios = packed ? KMLA_I_HOPPER_STEP_TOKENS * 4 * 2 : 0;
+    int32_t tops = KMLA_I_READER_THREADS / 32 * tile * 8;
+    int32_t state = 4 * tile * 4;
+    return aligned + records + query + weights + ratios + tops + state;
+}
+
 // Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV, with
 // the large tile only for packed KV) and shared memory allow it.
 static int32_t kmla_i_resident_blocks(const kmla_device* device, int32_t kv_format, int32_t tile) {
@@ -1223,65 +1259,61 @@ static int32_t kmla_i_rows_per_group(const kmla_shape* shape) {
     return shape->slot_list ? 1 : shape->rows_per_request;
 }
 
-// Sets the tile, and the shared memory that it needs: the caller's, else the best that fits.
-static kmla_status kmla_i_plan_tile(kmla_plan* plan, kmla_error* error) {
-    const kmla_shape* shape = &plan->shape;
-    int64_t vectors = (int64_t)kmla_i_rows_per_group(shape) * shape->heads;
-    int32_t tile = shape->tile ? shape->tile : kmla_i_choose_tile(vectors);
-    if (plan->reader == KMLA_READER_PORTABLE) {
-        int32_t limit = plan->device.shared_bytes;
-        while (!shape->tile && tile > 8 &&
-               kmla_i_reader_shared_bytes(shape->kv_format, tile, 1) > limit) {
-            tile /= 2;
-        }
-        plan->resident = kmla_i_resident_blocks(&plan->device, shape->kv_format, tile);
-        plan->stages = kmla_i_reader_stages(shape->kv_format, tile, plan->resident);
-        plan->shared_bytes =
-            kmla_i_reader_shared_bytes(shape->kv_format, tile, plan->resident);
-        if (plan->shared_bytes > limit) {
-            return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
-                               "device.shared_bytes is %d; a block of tile %d needs %d", (int)limit,
-                               (int)tile, (int)plan->shared_bytes);
-        }
-        plan->threads = KMLA_I_READER_THREADS;
-    }
+static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
+    int32_t kv_format = plan->shape.kv_format;
     plan->tile = tile;
-    plan->tiles_per_request = (int32_t)kmla_i_ceil_div(vectors, tile);
-    return KMLA_OK;
+    plan->tiles_per_request = (int32_t)kmla_i_ceil_div(
+        (int64_t)kmla_i_rows_per_group(&plan->shape) * plan->shape.heads, tile);
+    if (plan->reader == KMLA_READER_HOPPER) {
+        plan->resident = 1;
+        plan->stages = KMLA_I_FEW_STAGES;
+        plan->shared_bytes = kmla_i_hopper_shared_bytes(kv_format, tile);
+    } else if (plan->reader == KMLA_READER_PORTABLE) {
+        plan->resident = kmla_i_resident_blocks(&plan->device, kv_format, tile);
+        plan->stages = kmla_i_reader_stages(kv_format, tile, plan->resident);
+        plan->shared_bytes = kmla_i_reader_shared_bytes(kv_format, tile, plan->resident);
+    }
 }
 
-// ---- The split planner's cost model of the portable reader. The figures are estimates, to be
-// replaced by measured figures.
+// ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 3.0         // launch, queries, first loads, last stores of a wave
-#define KMLA_I_COST_CHUNK_TILE32_US 1.5  // a chunk of a block of tile 32, alone on its SM
-#define KMLA_I_COST_CHUNK_ALONE_US 0.6   // of tile 8 or 16, alone on its SM
-#define KMLA_I_COST_CHUNK_SHARED_US 0.9  // of tile 8 or 16, two blocks on an SM
-#define KMLA_I_COST_MERGE_US 2.5         // launch of the merge
+#define KMLA_I_COST_BLOCK_US 8.0         // launch, query, first loads, last stores of a wave
+#define KMLA_I_COST_MERGE_US 1.5         // the merge
 #define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
+#define KMLA_I_COST_READ_BYTES_PER_US 3.6e6 // records, read by all blocks together
 
 static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
     return (int64_t)plan->tiles_per_request * plan->groups * splits;
 }
 
-static int64_t kmla_i_waves(const kmla_plan* plan, int32_t splits) {
+static int64_t kmla_i_waves(const kmla_plan* plan) {
     int64_t at_once = (int64_t)plan->device.multiprocessors * plan->resident;
-    return kmla_i_ceil_div(kmla_i_reader_blocks(plan, splits), at_once);
+    return kmla_i_ceil_div(kmla_i_reader_blocks(plan, plan->splits), at_once);
 }
 
-static double kmla_i_chunk_us(const kmla_plan* plan, int32_t splits) {
-    if (plan->tile > 16) {
-        return KMLA_I_COST_CHUNK_TILE32_US;
-    }
-    int alone = plan->resident == 1 ||
-                kmla_i_reader_blocks(plan, splits) <= plan->device.multiprocessors;
-    return alone ? KMLA_I_COST_CHUNK_ALONE_US : KMLA_I_COST_CHUNK_SHARED_US;
+static int32_t kmla_i_step_tokens(const kmla_plan* plan) {
+    return plan->reader == KMLA_READER_HOPPER ? KMLA_I_HOPPER_STEP_TOKENS : KMLA_I_STEP_TOKENS;
+}
+
+// Blocks of the last wave have SMs to themselves if there are few of them.
+static double kmla_i_block_us(const kmla_plan* plan, int32_t splits, int64_t blocks) {
+    const kmla_i_tile_cost* cost = kmla_i_find_tile(plan->reader, plan->tile);
+    int64_t tokens = kmla_i_ceil_div(plan->chunks, splits) * KMLA_CHUNK_TOKENS;
+    int64_t steps = kmla_i_ceil_div(tokens, kmla_i_step_tokens(plan));
+    int shared = plan->resident > 1 && blocks > plan->device.multiprocessors;
+    return KMLA_I_COST_BLOCK_US + (double)steps * (shared ? cost->shared_us : cost->alone_us);
 }
 
 static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
-    int64_t chunks = kmla_i_ceil_div(plan->chunks, splits);
-    double block_us = KMLA_I_COST_BLOCK_US + (double)chunks * kmla_i_chunk_us(plan, splits);
-    return (double)kmla_i_waves(plan, splits) * block_us;
+    int64_t at_once = (int64_t)plan->device.multiprocessors * plan->resident;
+    int64_t blocks = kmla_i_reader_blocks(plan, splits);
+    int64_t last = blocks % at_once, whole = blocks / at_once;
+    double us = (double)whole * kmla_i_block_us(plan, splits, at_once) +
+                (last ? kmla_i_block_us(plan, splits, last) : 0.0);
+    double bytes = (double)plan->groups * (double)plan->chunks * KMLA_CHUNK_TOKENS *
+                   (double)kmla_kv_record_bytes(plan->shape.kv_format);
+    double read_us = KMLA_I_COST_BLOCK_US + bytes / KMLA_I_COST_READ_BYTES_PER_US;
+    return us > read_us ? us : read_us;
 }
 
 static double kmla_i_merge_us(const kmla_plan* plan, int32_t splits) {
@@ -1310,18 +1342,78 @@ static int32_t kmla_i_choose_splits(const kmla_plan* plan) {
     return best;
 }
 
+// Sets tile and splits, of which the caller may have given either: of all that fit the card, those
+// with the least estimated time; the smaller tile of equals.
+static kmla_status kmla_i_choose_tile_and_splits(kmla_plan* plan, kmla_error* error) {
+    const kmla_shape* shape = &plan->shape;
+    kmla_plan tried = *plan;
+    double best_us = 0.0;
+    int32_t least_bytes = 0;
+    plan->tile = 0;
+    for (int32_t i = 0; i < KMLA_I_TILES; ++i) {
+        if (kmla_i_tiles[i].reader != plan->reader ||
+            (shape->tile && shape->tile != kmla_i_tiles[i].tile)) {
+            continue;
+        }
+        kmla_i_set_tile(&tried, kmla_i_tiles[i].tile);
+        if (least_bytes == 0 || tried.shared_bytes < least_bytes) {
+            least_bytes = tried.shared_bytes;
+        }
+        if (tried.shared_bytes > plan->device.shared_bytes) {
+            continue;
+        }
+        tried.splits = shape->splits ? shape->splits : kmla_i_choose_splits(&tried);
+        double us = kmla_i_decode_us(&tried, tried.splits);
+        if (plan->tile == 0 || us < best_us) {
+            best_us = us;
+            *plan = tried;
+        }
+    }
+    if (least_bytes == 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "shape.tile is %d, which shape.reader %d lacks",
+                           (int)shape->tile, (int)plan->reader);
+    }
+    if (plan->tile == 0) {
+        return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
+                           "device.shared_bytes is %d; a block needs at least %d",
+                           (int)plan->device.shared_bytes, (int)least_bytes);
+    }
+    plan->threads = KMLA_I_READER_THREADS;
+    return KMLA_OK;
+}
+
+// The reader of a shape on a card: the caller's, else the fastest that takes it.
+static kmla_status kmla_i_choose_reader(kmla_plan* plan, kmla_error* error) {
+    const kmla_shape* shape = &plan->shape;
+    int hopper = plan->device.compute_major == 9 && plan->device.compute_minor == 0 &&
+                 shape->kv_format != KMLA_KV_BF16 &&
+                 plan->device.shared_bytes >= kmla_i_hopper_shared_bytes(shape->kv_format, 8);
+    if (shape->reader == KMLA_READER_HOPPER && !hopper) {
+        return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
+                           "shape.reader asks for the Hopper reader, which takes FP8 KV on compute "
+                           "capability 9.0; this is KV format %d on %d.%d",
+                           (int)shape->kv_format, (int)plan->device.compute_major,
+                           (int)plan->device.compute_minor);
+    }
+    plan->reader = shape->reader  ? shape->reader
+                   : hopper       ? KMLA_READER_HOPPER
+                                  : KMLA_READER_PORTABLE;
+    return KMLA_OK;
+}
+
 static void kmla_i_write_reason(kmla_plan* plan) {
     char timing[96] = "host reader";
-    if (plan->reader == KMLA_READER_PORTABLE) {
+    if (plan->reader != KMLA_READER_HOST) {
         long long tenths_us = (long long)(kmla_i_decode_us(plan, plan->splits) * 10.0 + 0.5);
-        long long waves = (long long)kmla_i_waves(plan, plan->splits);
+        long long waves = (long long)kmla_i_waves(plan);
         snprintf(timing, sizeof timing, "%lld blocks on %d SMs in %lld wave%s, est. %lld.%d us",
                  (long long)kmla_i_reader_blocks(plan, plan->splits),
                  (int)plan->device.multiprocessors, waves, waves == 1 ? "" : "s", tenths_us / 10,
                  (int)(tenths_us % 10));
     }
     snprintf(plan->reason, sizeof plan->reason,
-             "tile %d (%s): %lld vectors are %d tiles, x %d; splits %d (%s): %s", (int)plan->tile,
+             "%s, tile %d (%s): %lld vectors are %d tiles, x %d; splits %d (%s): %s",
+             plan->reader == KMLA_READER_HOPPER ? "Hopper" : "portable", (int)plan->tile,
              plan->shape.tile ? "caller" : "planner",
              (long long)kmla_i_rows_per_group(&plan->shape) * plan->shape.heads,
              (int)plan->tiles_per_request, (int)plan->groups, (int)plan->splits,
@@ -1345,25 +1437,25 @@ KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device
     if (status != KMLA_OK) {
         return status;
     }
-    made.reader = kmla_i_no_device(device) ? KMLA_READER_HOST : KMLA_READER_PORTABLE;
-    if (made.reader == KMLA_READER_PORTABLE) {
+    made.groups = made.shape.slot_list ? made.shape.rows : made.shape.requests;
+    made.chunks = (int32_t)kmla_i_ceil_div(made.shape.capacity_tokens, KMLA_CHUNK_TOKENS);
+    made.splits_chosen_by = made.shape.splits ? KMLA_CHOSEN_BY_CALLER : KMLA_CHOSEN_BY_PLANNER;
+    if (kmla_i_no_device(device)) {
+        made.reader = KMLA_READER_HOST;
+        made.splits = made.shape.splits ? made.shape.splits : 1;
+        kmla_i_set_tile(&made, made.shape.tile ? made.shape.tile : 8);
+    } else {
         made.device = *device;
         status = kmla_i_check_device(&made.device, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_plan_tile(&made, error);
+        if (status == KMLA_OK) {
+            status = kmla_i_choose_reader(&made, error);
+        }
+        if (status == KMLA_OK) {
+            status = kmla_i_choose_tile_and_splits(&made, error);
+        }
     }
     if (status != KMLA_OK) {
         return status;
-    }
-    made.groups = made.shape.slot_list ? made.shape.rows : made.shape.requests;
-    made.chunks = (int32_t)kmla_i_ceil_div(made.shape.capacity_tokens, KMLA_CHUNK_TOKENS);
-    if (made.shape.splits) {
-        made.splits = made.shape.splits;
-        made.splits_chosen_by = KMLA_CHOSEN_BY_CALLER;
-    } else {
-        made.splits = made.reader == KMLA_READER_HOST ? 1 : kmla_i_choose_splits(&made);
-        made.splits_chosen_by = KMLA_CHOSEN_BY_PLANNER;
     }
     made.chunks_per_split = (int32_t)kmla_i_ceil_div(made.chunks, made.splits);
     made.launches = made.reader == KMLA_READER_HOST ? 0 : made.splits > 1 ? 2 : 1;
@@ -1544,8 +1636,8 @@ static kmla_status kmla_i_check_whole_plan(const kmla_plan* plan, kmla_error* er
                            (int)plan->version, KMLA_VERSION);
     }
     const kmla_i_limit limits[] = {
-        {"plan.reader", plan->reader, 0, KMLA_READER_PORTABLE},
-        {"plan.tile", plan->tile, 8, 32},
+        {"plan.reader", plan->reader, 0, KMLA_READER_HOPPER},
+        {"plan.tile", plan->tile, 8, 40},
         {"plan.tiles_per_request", plan->tiles_per_request, 1, INT32_MAX},
         {"plan.groups", plan->groups, 1, KMLA_MAX_ROWS},
         {"plan.splits", plan->splits, 1, KMLA_MAX_SPLITS},
@@ -3451,11 +3543,12 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
                                        const kmla_log* log, kmla_image* image, kmla_error* error) {
     char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
     const char* options[12];
+    int hopper = plan && plan->reader == KMLA_READER_HOPPER; // its instructions are sm_90a's alone
     int count = 0, result;
     void* program = NULL;
     kmla_status status;
-    snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d", device->compute_major,
-             device->compute_minor);
+    snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d%s",
+             device->compute_major, device->compute_minor, hopper ? "a" : "");
     options[count++] = architecture;
     options[count++] = "--std=c++17";
     options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
@@ -3468,6 +3561,9 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
         snprintf(resident, sizeof resident, "-DKMLA_RESIDENT=%d", (int)plan->resident);
         snprintf(stages, sizeof stages, "-DKMLA_STAGES=%d", (int)plan->stages);
         snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
+        if (hopper) {
+            options[count++] = "-DKMLA_HOPPER";
+        }
         options[count++] = kv_format;
         options[count++] = tile;
         options[count++] = resident;
@@ -4374,105 +4470,135 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    asm volatile(\"wgmma.wait_group.sync.aligned %0;\" ::\"n\"(pending) : \"memory\");\n"
      "}\n"
      "\n"
-     "// One for each n; d has n / 2 registers.\n"
-     "KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 \"\n"
+     "// One for each n; d has n / 2 registers. Without `add` what d held does not count.\n"
+     "KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %9, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 \"\n"
      "                 \"{%0,%1,%2,%3}, \"\n"
-     "                 \"{%4,%5,%6,%7}, %8, 1, 1, 1, 0;\"\n"
+     "                 \"{%4,%5,%6,%7}, %8, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 \"\n"
+     "KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %13, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7}, \"\n"
-     "                 \"{%8,%9,%10,%11}, %12, 1, 1, 1, 0;\"\n"
+     "                 \"{%8,%9,%10,%11}, %12, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 \"\n"
+     "KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %17, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, \"\n"
-     "                 \"{%12,%13,%14,%15}, %16, 1, 1, 1, 0;\"\n"
+     "                 \"{%12,%13,%14,%15}, %16, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
-     "}\n"
-     "KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 \"\n"
-     "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,\"\n"
-     "                 \" %12,%13,%14,%15}, \"\n"
-     "                 \"{%16,%17,%18,%19}, %20, 1, 1, 1, 0;\"\n"
     },
-    {"instructions.cuh", 282,
+    {"instructions.cuh", 284,
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
+     "}\n"
+     "KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %21, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 \"\n"
+     "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,\"\n"
+     "                 \" %12,%13,%14,%15}, \"\n"
+     "                 \"{%16,%17,%18,%19}, %20, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11]), \"+f\"(d[12]), \"+f\"(d[13]), \"+f\"(d[14]),\n"
      "                   \"+f\"(d[15])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 \"\n"
+     "KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %25, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,\"\n"
      "                 \" %12,%13,%14,%15,%16,%17,%18,%19}, \"\n"
-     "                 \"{%20,%21,%22,%23}, %24, 1, 1, 1, 0;\"\n"
+     "                 \"{%20,%21,%22,%23}, %24, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11]), \"+f\"(d[12]), \"+f\"(d[13]), \"+f\"(d[14]),\n"
      "                   \"+f\"(d[15]), \"+f\"(d[16]), \"+f\"(d[17]), \"+f\"(d[18]), \"+f\"(d[19])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \"\n"
+     "KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %9, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \"\n"
      "                 \"{%0,%1,%2,%3}, \"\n"
-     "                 \"{%4,%5,%6,%7}, %8, 1, 1, 1, 0;\"\n"
+     "                 \"{%4,%5,%6,%7}, %8, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 \"\n"
+     "KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %13, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7}, \"\n"
-     "                 \"{%8,%9,%10,%11}, %12, 1, 1, 1, 0;\"\n"
+     "                 \"{%8,%9,%10,%11}, %12, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 \"\n"
+     "KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %17, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, \"\n"
-     "                 \"{%12,%13,%14,%15}, %16, 1, 1, 1, 0;\"\n"
+     "                 \"{%12,%13,%14,%15}, %16, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 \"\n"
+     "KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %21, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,\"\n"
      "                 \" %12,%13,%14,%15}, \"\n"
-     "                 \"{%16,%17,%18,%19}, %20, 1, 1, 1, 0;\"\n"
+     "                 \"{%16,%17,%18,%19}, %20, p, 1, 1, 0; }\"\n"
+    },
+    {"instructions.cuh", 355,
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11]), \"+f\"(d[12]), \"+f\"(d[13]), \"+f\"(d[14]),\n"
      "                   \"+f\"(d[15])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
-     "KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {\n"
-     "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 \"\n"
+     "KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,\n"
+     "                            bool add) {\n"
+     "    asm volatile(\"{ .reg .pred p;\\n\"\n"
+     "                 \"setp.ne.b32 p, %25, 0;\\n\"\n"
+     "                 \"wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 \"\n"
      "                 \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,\"\n"
      "                 \" %12,%13,%14,%15,%16,%17,%18,%19}, \"\n"
-     "                 \"{%20,%21,%22,%23}, %24, 1, 1, 1, 0;\"\n"
+     "                 \"{%20,%21,%22,%23}, %24, p, 1, 1, 0; }\"\n"
      "                 : \"+f\"(d[0]), \"+f\"(d[1]), \"+f\"(d[2]), \"+f\"(d[3]), \"+f\"(d[4]),\n"
      "                   \"+f\"(d[5]), \"+f\"(d[6]), \"+f\"(d[7]), \"+f\"(d[8]), \"+f\"(d[9]),\n"
      "                   \"+f\"(d[10]), \"+f\"(d[11]), \"+f\"(d[12]), \"+f\"(d[13]), \"+f\"(d[14]),\n"
      "                   \"+f\"(d[15]), \"+f\"(d[16]), \"+f\"(d[17]), \"+f\"(d[18]), \"+f\"(d[19])\n"
-     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b));\n"
+     "                 : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"r\"((int)add));\n"
      "}\n"
      "\n"
      "// Two 8x8 matrices, transposed: lane l of 0..15 gives the address of row l%8 of matrix l/8.\n"
-    },
-    {"instructions.cuh", 347,
      "KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {\n"
      "    asm volatile(\"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};\" ::\"r\"(\n"
      "                     shared_address(row)),\n"
@@ -4927,7 +5053,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// `out`: O^T of the warp's 64 dims; tile m has dims 8 * row_in_quad + 2m and + 2m + 1.\n"
      "KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                               const float (&out)[4][kColumns][4]) {\n"
+     "                               const float (&out)[4][kColumns * 4]) {\n"
      "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
      "    int64_t target[kColumns][2];\n"
      "    float factor[kColumns][2];\n"
@@ -4945,8 +5071,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            float x[8];\n"
      "#pragma unroll\n"
      "            for (int m = 0; m < 4; m++) {\n"
-     "                x[2 * m] = factor[j][i] == 0 \? 0 : out[m][j][i] * factor[j][i];\n"
-     "                x[2 * m + 1] = factor[j][i] == 0 \? 0 : out[m][j][2 + i] * factor[j][i];\n"
+     "                x[2 * m] = factor[j][i] == 0 \? 0 : out[m][4 * j + i] * factor[j][i];\n"
+     "                x[2 * m + 1] = factor[j][i] == 0 \? 0 : out[m][4 * j + 2 + i] * factor[j][i];\n"
      "            }\n"
      "            if (target[j][i] >= 0) {\n"
      "                bool final = target[j][i] & 1;\n"
@@ -5751,15 +5877,715 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    launch_dependents();\n"
      "    finish_softmax(args, s);\n"
      "    sync_block();\n"
-     "    store_results(args, s, s.out);\n"
+     "    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);\n"
      "}\n"
      "\n"
      "#endif\n"
     },
     {"hopper.cuh", 1,
-     "// The Hopper reader: sm_90a, wgmma.\n"
+     "// The Hopper reader: sm_90a, wgmma. FP8 KV; BF16 KV is the portable reader's.\n"
+     "//\n"
+     "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,\n"
+     "// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared\n"
+     "// memory. A step is 128 tokens: each of two warpgroups takes 64 of them through QK and softmax,\n"
+     "// then 256 of the 512 dims through PV over all 128. Scores never leave registers.\n"
+     "//\n"
+     "// Weights are computed with the references that are there; a vote says whether some vector has\n"
+     "// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's\n"
+     "// value depends on its own scores alone.\n"
      "\n"
      "#if defined(KMLA_TILE) && defined(KMLA_HOPPER)\n"
+     "\n"
+     "constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each\n"
+     "constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims\n"
+     "constexpr int kRopeSteps = KMLA_ROPE_DIMS / 16;\n"
+     "constexpr int kRunTokens = KMLA_I_STEP_TOKENS;    // of one bulk copy: they lie in one page\n"
+     "constexpr int kRuns = kStep / kRunTokens;\n"
+     "\n"
+     "// ---- shared memory\n"
+     "\n"
+     "constexpr int kStageBytes = kStep * kPitch;\n"
+     "constexpr int kStagesAt = (kSmallBytes + 1023) / 1024 * 1024;\n"
+     "constexpr int kQueryAt = kStagesAt + kStages * kStageBytes;      // f16 [9][tile][64], swizzled\n"
+     "constexpr int kWeightsAt = kQueryAt + kBlocksOf64 * kTile * 128; // f16 [2][tile][64 tokens], swizzled\n"
+     "constexpr int kRatiosAt = kWeightsAt + 2 * kTile * 128;          // f16 [4][128 tokens]\n"
+     "constexpr int kTopsAt = kRatiosAt + (kPacked \? kStep * kGroups * 2 : 0); // fp32 [8 warps][tile][2]\n"
+     "constexpr int kStateAt = kTopsAt + kWarps * kTile * 8;           // fp32 [4][tile]\n"
+     "static_assert(kStateAt + 4 * kTile * 4 == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "static_assert(kStageBytes % 1024 == 0, \"swizzled blocks behind the stages stay aligned\");\n"
+     "\n"
+     "KMLA_DEVICE uint8_t* stage_of(int step) {\n"
+     "    return shared_memory() + kStagesAt + step % kStages * kStageBytes;\n"
+     "}\n"
+     "KMLA_DEVICE uint8_t* query_block(int block) {\n"
+     "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
+     "}\n"
+     "KMLA_DEVICE uint8_t* weight_block(int block) {\n"
+     "    return shared_memory() + kWeightsAt + block * kTile * 128;\n"
+     "}\n"
+     "// 16 bytes of row n of a swizzled block.\n"
+     "KMLA_DEVICE uint8_t* swizzled(uint8_t* block, int n, int chunk) {\n"
+     "    return block + n * 128 + ((chunk ^ (n & 7)) * 16);\n"
+     "}\n"
+     "KMLA_DEVICE uint16_t* ratios_of(int group) {\n"
+     "    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;\n"
+     "}\n"
+     "KMLA_DEVICE float* tops_of(int warp) { return (float*)(shared_memory() + kTopsAt) + warp * kTile; }\n"
+     "// Of each vector, log2 units: the scale of its scores; the references as in the portable reader.\n"
+     "KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }\n"
+     "KMLA_DEVICE float* sum_references() { return score_scales() + kTile; }\n"
+     "KMLA_DEVICE float* weight_references() { return score_scales() + 2 * kTile; }\n"
+     "KMLA_DEVICE float* sum_factors() { return score_scales() + 3 * kTile; }\n"
+     "\n"
+     "typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile\n"
+     "\n"
+     "struct reader_state : block_place {\n"
+     "    int half, tokens;           // warpgroup; first of the warp's 16 tokens of a step\n"
+     "    accumulators out[4];        // O^T, as in store_results\n"
+     "    float sum[kColumns][2];     // of the thread's two tokens' weights, by vector\n"
+     "};\n"
+     "\n"
+     "// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane\n"
+     "\n"
+     "KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {\n"
+     "    uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};\n"
+     "    for (int i = 0; i < 8; i++) {\n"
+     "        uint32_t two = word[i / 2] >> (16 * (i % 2));\n"
+     "        pair[i] = pack_bf16(e4m3_to_float(two & 0xFF) * scale, e4m3_to_float(two >> 8 & 0xFF) * scale);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_bf16(uint64_t at, uint32_t (&pair)[8]) {\n"
+     "    word4 low = ((const word4*)at)[0], high = ((const word4*)at)[1];\n"
+     "    pair[0] = low.x, pair[1] = low.y, pair[2] = low.z, pair[3] = low.w;\n"
+    },
+    {"hopper.cuh", 76,
+     "    pair[4] = high.x, pair[5] = high.y, pair[6] = high.z, pair[7] = high.w;\n"
+     "}\n"
+     "\n"
+     "// Dims 16 * block .. + 15 of a query record, exactly, as BF16. An E4M3 query's one scale is in\n"
+     "// score_scale.\n"
+     "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
+     "                                  uint32_t (&pair)[8]) {\n"
+     "    const int rope = KMLA_LATENT_DIMS / 16;\n"
+     "    if (args.query_format == KMLA_QUERY_BF16) {\n"
+     "        load_bf16(record + 32 * block, pair);\n"
+     "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
+     "        load_bf16(record + KMLA_PACKED_ROPE_OFFSET + 32 * (block - rope), pair);\n"
+     "    } else {\n"
+     "        float scale = args.query_format == KMLA_QUERY_PACKED\n"
+     "                          \? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[block / kGroupSteps]\n"
+     "                          : 1.0f;\n"
+     "        codes_to_bf16(*(const word4*)(record + 16 * block), scale, pair);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Largest magnitude; the 8 lanes of a vector agree.\n"
+     "KMLA_DEVICE float query_amax(const uint32_t (&pair)[8], float amax) {\n"
+     "    for (int i = 0; i < 8; i++) {\n"
+     "        uint32_t magnitude = pair[i] & 0x7FFF7FFFu;\n"
+     "        amax = maximum(amax, maximum(bf16_low(magnitude), bf16_high(magnitude)));\n"
+     "    }\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
+     "    amax = maximum(amax, shuffle_xor(amax, 2));\n"
+     "    return maximum(amax, shuffle_xor(amax, 4));\n"
+     "}\n"
+     "\n"
+     "// What the packed query writer would store of the lane's dims of a group, read back.\n"
+     "KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {\n"
+     "    float amax = query_amax(pair, 0);\n"
+     "    const float largest = bits_float(0x7F7FFFFFu);\n"
+     "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
+     "    float inverse = power_of_two_inverse(scale);\n"
+     "    for (int i = 0; i < 8; i++) {\n"
+     "        pair[i] = pack_bf16(round_to_e4m3(bf16_low(pair[i]) * inverse) * scale,\n"
+     "                            round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Stages one vector, normalised as in the portable reader. Of 16 dims k order is 0 1 4 5 8 9 12 13,\n"
+     "// 2 3 6 7 ..: that of A fragments read as 4-byte words.\n"
+     "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state& s, int n) {\n"
+     "    const int iterations = (KMLA_QUERY_DIMS / 16 + 7) / 8;\n"
+     "    int vector = s.first_vector + n, part = s.lane % 8;\n"
+     "    bool exists = n < kTile && vector < s.vectors;\n"
+     "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
+     "                      vector % args.heads * args.query_head_stride;\n"
+     "    uint32_t pair[iterations][8];\n"
+     "    float amax = 0;\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < iterations; i++) {\n"
+     "        int block = 8 * i + part;\n"
+     "        if (exists && block < KMLA_QUERY_DIMS / 16) {\n"
+     "            load_query_block(args, record, block, pair[i]);\n"
+     "        } else {\n"
+     "            for (int w = 0; w < 8; w++) {\n"
+     "                pair[i][w] = 0;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < iterations; i++) {\n"
+     "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {\n"
+     "            round_to_packed(pair[i]);\n"
+     "        }\n"
+     "        amax = query_amax(pair[i], amax);\n"
+     "    }\n"
+     "    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);\n"
+     "    if (n >= kTile) {\n"
+     "        return;\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < iterations; i++) {\n"
+     "        int block = 8 * i + part;\n"
+     "        bool to_f16 = kE4m3 || i < kGroups; // packed rope is BF16, like its KV\n"
+     "        for (int w = 0; w < 8; w++) {\n"
+     "            float low = bf16_low(pair[i][w]) * factor, high = bf16_high(pair[i][w]) * factor;\n"
+     "            pair[i][w] = to_f16 \? pack_f16(low, high) : pack_bf16(low, high);\n"
+     "        }\n"
+     "        if (block < KMLA_QUERY_DIMS / 16) {\n"
+     "            uint8_t* rows = query_block(block / 4);\n"
+     "            *(word4*)swizzled(rows, n, block % 4 * 2) =\n"
+     "                word4{pair[i][0], pair[i][2], pair[i][4], pair[i][6]};\n"
+    },
+    {"hopper.cuh", 164,
+     "            *(word4*)swizzled(rows, n, block % 4 * 2 + 1) =\n"
+     "                word4{pair[i][1], pair[i][3], pair[i][5], pair[i][7]};\n"
+     "        }\n"
+     "    }\n"
+     "    if (part == 0) {\n"
+     "        score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);\n"
+     "        sum_references()[n] = -infinity();\n"
+     "        weight_references()[n] = kPacked \? -infinity() : 0;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "#pragma unroll 1\n"
+     "    for (int n = thread_index() / 8; n < (kTile + 3) / 4 * 4; n += KMLA_I_READER_THREADS / 8) {\n"
+     "        stage_vector(args, s, n);\n"
+     "    }\n"
+     "    fence_async_reads();\n"
+     "}\n"
+     "\n"
+     "// ---- KV to shared memory\n"
+     "\n"
+     "KMLA_DEVICE bool copies_in_bulk(const reader_state& s) { return kPitch == kRecordBytes && s.bulk; }\n"
+     "KMLA_DEVICE bool is_copier(const reader_state& s) { return s.warp == 0; }\n"
+     "\n"
+     "// The entry of the token that this lane answers for, a step ahead of the copy that needs it.\n"
+     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {\n"
+     "    if (copies_in_bulk(s)) { // lane i: the run i, if any of its tokens is wanted\n"
+     "        token += s.lane % kRuns * kRunTokens;\n"
+     "        bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;\n"
+     "        return wanted && is_copier(s) \? table_entry(args, s.group, token) : -1;\n"
+     "    }\n"
+     "    token += s.warp * kWarpTokens + s.lane % kWarpTokens;\n"
+     "    bool wanted = token >= bounds().begin && token < bounds().end;\n"
+     "    return wanted \? table_entry(args, s.group, token) : -1;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
+     "                                   int token, int entry) {\n"
+     "    int run = s.lane % kRuns, at = token + run * kRunTokens;\n"
+     "    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);\n"
+     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - at, kRunTokens), first);\n"
+     "    // Warp w's 16 tokens are half a run.\n"
+     "    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),\n"
+     "                            s.lane * kWarpTokens / kRunTokens % kRuns);\n"
+     "    if (s.lane < kWarps) {\n"
+     "        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,\n"
+     "                                                      (int)(both >> 16), (int)(both & 0xFFFF));\n"
+     "    }\n"
+     "    if (s.lane < kRuns) {\n"
+     "        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);\n"
+     "        barrier_arrive_expect(arrival_of(step), bytes);\n"
+     "        if (bytes) {\n"
+     "            uint64_t from = record_address(args, entry, at + first, kRecordBytes);\n"
+     "            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,\n"
+     "                      bytes, arrival_of(step));\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                     int step, int token, int entry) {\n"
+     "    uint32_t exists = ballot(entry >= 0) & ((1u << kWarpTokens) - 1);\n"
+     "    uint64_t address = record_address(args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens,\n"
+     "                                      kRecordBytes);\n"
+     "    address = entry >= 0 \? address : 0;\n"
+     "    if (s.lane == 0) {\n"
+     "        token_masks_of(step)[s.warp] = (warp_mask)exists;\n"
+     "    }\n"
+     "    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;\n"
+     "#pragma unroll 1\n"
+     "    for (int i = 0; i < kWarpTokens; i++) {\n"
+     "        uint64_t record = shuffle(address, i);\n"
+     "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
+     "            copy_async_16(stage + i * kPitch + at, (const void*)((record \? record : args.kv) + at),\n"
+     "                          record != 0);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Starts the copy of the step that begins at `token` and looks the next one up.\n"
+     "KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
+     "                           int token, int entry) {\n"
+     "    if (!copies_in_bulk(s)) {\n"
+     "        start_record_copies(args, s, step, token, entry);\n"
+     "    } else if (is_copier(s)) {\n"
+    },
+    {"hopper.cuh", 249,
+     "        start_bulk_copies(args, s, step, token, entry);\n"
+     "    }\n"
+     "    copy_async_commit();\n"
+     "    return look_up(args, s, token + kStep);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {\n"
+     "    if (copies_in_bulk(s)) {\n"
+     "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n"
+     "    } else {\n"
+     "        copy_async_wait<0>();\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- QK: scores of the warpgroup's 64 tokens\n"
+     "\n"
+     "KMLA_DEVICE uint64_t query_descriptor(int block, int k) {\n"
+     "    return matrix_descriptor(query_block(0)) + (uint64_t)(block * kTile * 128 / 16 + k % 4 * 2);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void load_codes(const uint8_t* record, uint32_t (&raw)[kGroupSteps][2]) {\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kGroupSteps; k++) {\n"
+     "        raw[k][0] = *(const uint32_t*)(record + 16 * k);\n"
+     "        raw[k][1] = *(const uint32_t*)(record + 16 * k + 8 * kPitch);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void codes_to_fragment(const uint32_t (&raw)[2], uint32_t (&a)[4]) {\n"
+     "    uint32_t low[2], high[2];\n"
+     "    e4m3x4_to_f16(raw[0], low);\n"
+     "    e4m3x4_to_f16(raw[1], high);\n"
+     "    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void multiply_rope(const uint8_t* record, int column, accumulators& score) {\n"
+     "    uint32_t a[kRopeSteps][4];\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kRopeSteps; k++) {\n"
+     "        if (kPacked) {\n"
+     "            const uint32_t* low =\n"
+     "                (const uint32_t*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * (16 * k + 4 * column));\n"
+     "            const uint32_t* high = low + 8 * kPitch / 4;\n"
+     "            a[k][0] = low[0], a[k][1] = high[0], a[k][2] = low[1], a[k][3] = high[1];\n"
+     "        } else {\n"
+     "            const uint8_t* at = record + KMLA_LATENT_DIMS + 16 * k + 4 * column;\n"
+     "            uint32_t raw[2] = {*(const uint32_t*)at, *(const uint32_t*)(at + 8 * kPitch)};\n"
+     "            codes_to_fragment(raw, a[k]);\n"
+     "        }\n"
+     "    }\n"
+     "    wgmma_fence();\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kRopeSteps; k++) {\n"
+     "        if (kPacked) {\n"
+     "            wgmma_bf16(score, a[k], query_descriptor(kBlocksOf64 - 1, k), true);\n"
+     "        } else {\n"
+     "            wgmma_f16(score, a[k], query_descriptor(kBlocksOf64 - 1, k), true);\n"
+     "        }\n"
+     "    }\n"
+     "    wgmma_commit();\n"
+     "    wgmma_wait<0>();\n"
+     "}\n"
+     "\n"
+     "// scales: of the thread's two tokens by group.\n"
+     "KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage,\n"
+     "                               const float (&scales)[2][kGroups], accumulators& score) {\n"
+     "    const uint8_t* record = stage + (s.tokens + s.row_in_quad) * kPitch;\n"
+     "    accumulators sum_of_group;\n"
+     "    uint32_t raw[kGroupSteps][2], a[kGroupSteps][4];\n"
+     "    load_codes(record + 4 * s.column, raw);\n"
+     "#pragma unroll\n"
+     "    for (int g = 0; g < kGroups; g++) {\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kGroupSteps; k++) {\n"
+     "            codes_to_fragment(raw[k], a[k]);\n"
+     "        }\n"
+     "        wgmma_fence();\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kGroupSteps; k++) {\n"
+     "            uint64_t b = query_descriptor(2 * g + k / 4, k);\n"
+     "            if (kPacked) {\n"
+     "                wgmma_f16(sum_of_group, a[k], b, k > 0);\n"
+     "            } else {\n"
+     "                wgmma_f16(score, a[k], b, g + k > 0);\n"
+     "            }\n"
+     "        }\n"
+     "        wgmma_commit();\n"
+     "        if (g + 1 < kGroups) {\n"
+     "            load_codes(record + 4 * s.column + (g + 1) * KMLA_GROUP_DIMS, raw);\n"
+     "        }\n"
+     "        wgmma_wait<0>();\n"
+     "        for (int i = 0; i < kColumns * 4 && kPacked; i++) {\n"
+     "            float scaled = sum_of_group[i] * scales[i / 2 % 2][g];\n"
+     "            score[i] = g == 0 \? scaled : score[i] + scaled;\n"
+     "        }\n"
+     "    }\n"
+     "    multiply_rope(record, s.column, score);\n"
+     "}\n"
+     "\n"
+     "// ---- scales of packed records: as in the portable reader, 2^exponent goes with the score, the rest\n"
+     "// here with V\n"
+     "\n"
+     "KMLA_DEVICE void load_scales(const reader_state& s, const uint8_t* stage, float (&scales)[2][kGroups],\n"
+     "                             float (&exponent)[2]) {\n"
+     "    for (int i = 0; i < 2; i++) {\n"
+     "        int token = s.tokens + s.row_in_quad + 8 * i;\n"
+     "        exponent[i] = 0;\n"
+     "        if (!kPacked) {\n"
+     "            continue;\n"
+     "        }\n"
+    },
+    {"hopper.cuh", 359,
+     "        word4 bits = *(const word4*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET);\n"
+     "        uint32_t of_group[kGroups] = {bits.x, bits.y, bits.z, bits.w}, largest = 0;\n"
+     "        for (int g = 0; g < kGroups; g++) {\n"
+     "            scales[i][g] = bits_float(of_group[g]);\n"
+     "            uint32_t magnitude = of_group[g] & 0x7FFFFFFFu;\n"
+     "            of_group[g] = magnitude < 0x7F800000u \? of_group[g] : 0;\n"
+     "            largest = maximum(largest, magnitude < 0x7F800000u \? magnitude : 0);\n"
+     "        }\n"
+     "        uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
+     "        power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
+     "        exponent[i] = (float)((int)(power >> 23) - 127);\n"
+     "        // The four lanes of a token store a group each.\n"
+     "        uint32_t mine = s.column == 0   \? of_group[0]\n"
+     "                        : s.column == 1 \? of_group[1]\n"
+     "                        : s.column == 2 \? of_group[2]\n"
+     "                                        : of_group[3];\n"
+     "        float ratio = bits_float(mine) * bits_float((254u << 23) - power);\n"
+     "        ratios_of(s.column)[token] = (uint16_t)pack_f16(ratio, 0.0f);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors\n"
+     "\n"
+     "KMLA_DEVICE float column_base(float reference) { return reference == -infinity() \? 0 : reference; }\n"
+     "\n"
+     "// Scores in log2 units; what a vector does not see is -inf.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void scale_scores(const reader_state& s, int first_token, const warp_mask* masks,\n"
+     "                              accumulators& score) {\n"
+     "    int token = first_token + s.tokens + s.row_in_quad;\n"
+     "    uint32_t mask = masked \? (uint32_t)masks[s.warp] >> s.row_in_quad : 0;\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i;\n"
+     "            float scale = score_scales()[n];\n"
+     "            score[4 * j + i] *= scale;\n"
+     "            score[4 * j + 2 + i] *= scale;\n"
+     "            if (masked) {\n"
+     "                vector_range range = range_of(n);\n"
+     "                bool low = token >= range.begin && token < range.end && (mask & 1);\n"
+     "                bool high = token + 8 >= range.begin && token + 8 < range.end && (mask >> 8 & 1);\n"
+     "                score[4 * j + i] = low \? score[4 * j + i] : -infinity();\n"
+     "                score[4 * j + 2 + i] = high \? score[4 * j + 2 + i] : -infinity();\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Weights by the references as they are, into shared memory, and their sums. Returns whether some\n"
+     "// vector has outgrown its reference, which makes both worthless.\n"
+     "KMLA_DEVICE bool store_weights(const reader_state& s, const accumulators& score,\n"
+     "                               const float (&exponent)[2], float (&sum)[kColumns][2]) {\n"
+     "    bool grown = false;\n"
+     "    uint8_t* block = weight_block(s.half);\n"
+     "    int chunk = s.tokens % 64 / 8 + s.lane / 8 % 2;\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        float weight[4];\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i;\n"
+     "            float reference = sum_references()[n], base = column_base(reference);\n"
+     "            float low = score[4 * j + i] - base, high = score[4 * j + 2 + i] - base;\n"
+     "            float limit = reference == -infinity() \? -infinity() : (float)KMLA_I_REFERENCE_GROWTH;\n"
+     "            grown = grown || maximum(low, high) > limit;\n"
+     "            float p_low = exp2_fast(low), p_high = exp2_fast(high);\n"
+     "            sum[j][i] = p_low + p_high;\n"
+     "            if (kPacked) {\n"
+     "                float above = weight_references()[n], weight_base = column_base(above);\n"
+     "                low = low + exponent[0];\n"
+     "                high = high + exponent[1];\n"
+     "                grown = grown || maximum(low, high) > above + KMLA_I_REFERENCE_GROWTH;\n"
+     "                p_low = exp2_fast(low - weight_base);\n"
+     "                p_high = exp2_fast(high - weight_base);\n"
+     "            }\n"
+     "            weight[i] = p_low;\n"
+     "            weight[2 + i] = p_high;\n"
+     "        }\n"
+    },
+    {"hopper.cuh", 437,
+     "        store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk),\n"
+     "                                   pack_f16(weight[0], weight[1]), pack_f16(weight[2], weight[3]));\n"
+     "    }\n"
+     "    return grown;\n"
+     "}\n"
+     "\n"
+     "// The tile's maxima of scores, above the sum's reference or, `with_exponent`, of what weighs V.\n"
+     "KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,\n"
+     "                            const float (&exponent)[2], bool with_exponent) {\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i;\n"
+     "            float low = score[4 * j + i], high = score[4 * j + 2 + i];\n"
+     "            if (with_exponent) {\n"
+     "                float base = column_base(sum_references()[n]);\n"
+     "                low = low - base + exponent[0];\n"
+     "                high = high - base + exponent[1];\n"
+     "            }\n"
+     "            float top = maximum(low, high);\n"
+     "            top = maximum(top, shuffle_xor(top, 4));\n"
+     "            top = maximum(top, shuffle_xor(top, 8));\n"
+     "            top = maximum(top, shuffle_xor(top, 16));\n"
+     "            if (s.row_in_quad == 0) {\n"
+     "                tops_of(s.warp)[n] = top;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE float raised_reference(int n, float reference) {\n"
+     "    float top = -infinity();\n"
+     "    for (int w = 0; w < kWarps; w++) {\n"
+     "        top = maximum(top, tops_of(w)[n]);\n"
+     "    }\n"
+     "    return top > reference + KMLA_I_REFERENCE_GROWTH \? top - KMLA_I_REFERENCE_BELOW : reference;\n"
+     "}\n"
+     "\n"
+     "// New references where maxima have outgrown them; factors for what was summed under the old ones.\n"
+     "KMLA_DEVICE void raise_references(const reader_state& s, const accumulators& score,\n"
+     "                                  const float (&exponent)[2]) {\n"
+     "    int n = thread_index();\n"
+     "    store_tops(s, score, exponent, false);\n"
+     "    sync_block();\n"
+     "    if (n < kTile) {\n"
+     "        float old = sum_references()[n], raised = raised_reference(n, old);\n"
+     "        bool same = raised == old;\n"
+     "        float factor = same \? 1.0f : exp2_fast(old - raised);\n"
+     "        sum_factors()[n] = factor;\n"
+     "        factors()[n] = factor;\n"
+     "        if (!same) {\n"
+     "            sum_references()[n] = raised;\n"
+     "            weight_references()[n] -= kPacked \? raised - old : 0;\n"
+     "        }\n"
+     "    }\n"
+     "    if (!kPacked) {\n"
+     "        sync_block();\n"
+     "        return;\n"
+     "    }\n"
+     "    sync_block();\n"
+     "    store_tops(s, score, exponent, true);\n"
+     "    sync_block();\n"
+     "    if (n < kTile) {\n"
+     "        float old = weight_references()[n], raised = raised_reference(n, old);\n"
+     "        factors()[n] = raised == old \? 1.0f : exp2_fast(old - raised);\n"
+     "        weight_references()[n] = raised;\n"
+     "    }\n"
+     "    sync_block();\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void rescale(reader_state& s) {\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int n = 8 * j + 2 * s.column + i;\n"
+     "            s.sum[j][i] *= sum_factors()[n];\n"
+     "            float factor = factors()[n];\n"
+     "            for (int m = 0; m < 4; m++) {\n"
+     "                s.out[m][4 * j + i] *= factor;\n"
+     "                s.out[m][4 * j + 2 + i] *= factor;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void softmax_step(reader_state& s, const accumulators& score,\n"
+     "                              const float (&exponent)[2]) {\n"
+     "    float sum[kColumns][2];\n"
+     "    bool grown = store_weights(s, score, exponent, sum);\n"
+     "    fence_async_reads();\n"
+     "    if (sync_block_or(grown)) {\n"
+     "        raise_references(s, score, exponent);\n"
+     "        rescale(s);\n"
+     "        store_weights(s, score, exponent, sum);\n"
+     "        fence_async_reads();\n"
+     "        sync_block();\n"
+     "    }\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        s.sum[j][0] += sum[j][0];\n"
+     "        s.sum[j][1] += sum[j][1];\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// ---- PV\n"
+     "\n"
+     "// V^T fragments of a k16 step, as in the portable reader, times the tokens' ratios.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void load_values(const uint8_t* at, const uint32_t* ratios, uint32_t (&a)[4][4]) {\n"
+     "    const uint32_t largest = 0x7BFF7BFFu; // 65504\n"
+     "    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),\n"
+    },
+    {"hopper.cuh", 547,
+     "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
+     "#pragma unroll\n"
+     "    for (int half = 0; half < 2; half++) {\n"
+     "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
+     "        uint32_t ratio = kPacked \? ratios[4 * half] : 0;\n"
+     "        uint32_t woven[4] = {\n"
+     "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
+     "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
+     "#pragma unroll\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            uint32_t pair[2];\n"
+     "            e4m3x4_to_f16(woven[m], pair);\n"
+     "            for (int i = 0; i < 2; i++) {\n"
+     "                uint32_t value = kPacked \? multiply_f16x2(pair[i], ratio) : pair[i];\n"
+     "                a[m][2 * half + i] = masked \? minimum_f16x2(value, largest) : value;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {\n"
+     "    const uint8_t* records = stage + 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad;\n"
+     "    const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;\n"
+     "    uint64_t b = matrix_descriptor(weight_block(0));\n"
+     "    uint32_t a[2][4][4];\n"
+     "#pragma unroll\n"
+     "    for (int k = 0; k < kStep / 16; k++) {\n"
+     "        load_values<masked>(records + 16 * k * kPitch, ratios + 8 * k, a[k % 2]);\n"
+     "        wgmma_fence();\n"
+     "#pragma unroll\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            wgmma_f16(s.out[m], a[k % 2][m],\n"
+     "                      b + (uint64_t)(k / 4 * kTile * 128 / 16 + k % 4 * 2), true);\n"
+     "        }\n"
+     "        wgmma_commit();\n"
+     "        wgmma_wait<1>(); // the step before is done with its registers\n"
+     "    }\n"
+     "    wgmma_wait<0>();\n"
+     "}\n"
+     "\n"
+     "// ---- the block\n"
+     "\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void read_step(reader_state& s, int token, const uint8_t* stage,\n"
+     "                           const warp_mask* masks) {\n"
+     "    accumulators score;\n"
+     "    float scales[2][kGroups], exponent[2];\n"
+     "    load_scales(s, stage, scales, exponent);\n"
+     "    multiply_keys(s, stage, scales, score);\n"
+     "    scale_scores<masked>(s, token, masks, score);\n"
+     "    softmax_step(s, score, exponent);\n"
+     "    multiply_values<masked>(s, stage);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "    int first = bounds().begin / kStep * kStep;\n"
+     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "    if (steps == 0) {\n"
+     "        return;\n"
+     "    }\n"
+     "    // Steps of which every vector of the tile sees every token that exists.\n"
+     "    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;\n"
+     "    int full_end = (bounds().full_end - first) / kStep;\n"
+     "    int entry = look_up(args, s, first);\n"
+     "    entry = start_copy(args, s, 0, first, entry);\n"
+     "    stage_query(args, s);\n"
+     "    for (int step = 0; step < steps; step++) {\n"
+     "        const warp_mask* masks = token_masks_of(step);\n"
+     "        wait_for_copy(s, step);\n"
+     "        sync_block(); // this step is here for all, and all are done with the one before\n"
+     "        if (step + 1 < steps) {\n"
+     "            entry = start_copy(args, s, step + 1, first + (step + 1) * kStep, entry);\n"
+     "        }\n"
+     "        if (step >= full_begin && step < full_end && all_exist(masks)) {\n"
+     "            read_step<false>(s, first + step * kStep, stage_of(step), masks);\n"
+     "        } else {\n"
+     "            read_step<true>(s, first + step * kStep, stage_of(step), masks);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Sums over lanes, then warps ascending.\n"
+     "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            float sum = s.sum[j][i];\n"
+     "            sum += shuffle_xor(sum, 4);\n"
+     "            sum += shuffle_xor(sum, 8);\n"
+     "            sum += shuffle_xor(sum, 16);\n"
+     "            if (s.row_in_quad == 0) {\n"
+     "                tops_of(s.warp)[8 * j + 2 * s.column + i] = sum;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "    sync_block();\n"
+     "    int n = thread_index();\n"
+     "    if (n < kTile) {\n"
+     "        float sum = 0;\n"
+     "        for (int w = 0; w < kWarps; w++) {\n"
+     "            sum += tops_of(w)[n];\n"
+    },
+    {"hopper.cuh", 648,
+     "        }\n"
+     "        float scale = kPacked \? exp2_wide(weight_references()[n]) : args.kv_scale;\n"
+     "        finish_vector(args, n, sum, sum_references()[n], scale);\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, 1) {\n"
+     "    if (block_z() == args.groups) {\n"
+     "        clear_dead_rows(args);\n"
+     "        return;\n"
+     "    }\n"
+     "    reader_state s;\n"
+     "    find_place(args, s);\n"
+     "    if (s.first_vector >= s.vectors) {\n"
+     "        return;\n"
+     "    }\n"
+     "    s.half = s.warp / 4;\n"
+     "    s.tokens = s.warp * kWarpTokens;\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        s.sum[j][0] = s.sum[j][1] = 0;\n"
+     "        for (int m = 0; m < 4; m++) {\n"
+     "            for (int i = 0; i < 4; i++) {\n"
+     "                s.out[m][4 * j + i] = 0;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "    if (thread_index() == 0) {\n"
+     "        for (int stage = 0; stage < kStages; stage++) {\n"
+     "            barrier_init(arrival_of(stage), kRuns);\n"
+     "        }\n"
+     "        barrier_init_fence();\n"
+     "    }\n"
+     "    find_ranges(args, s, tops_of(0));\n"
+     "    sync_block();\n"
+     "    read_tokens(args, s);\n"
+     "    launch_dependents();\n"
+     "    finish_softmax(args, s);\n"
+     "    sync_block();\n"
+     "    store_results(args, s, s.out);\n"
+     "}\n"
+     "\n"
      "#endif\n"
     },
     {"merge.cuh", 1,

@@ -154,4 +154,65 @@ void load_matrix_x4(void* const operands[32]) {
     }
 }
 
+// Thread t's pair i is elements 2 (t % 4) and the next of *column* t / 4 of matrix i.
+void store_matrix_x2_transposed(void* const operands[32]) {
+    for (int lane = 0; lane < 32; ++lane) {
+        const store_matrix_operand* mine = (const store_matrix_operand*)operands[lane];
+        for (int i = 0; i < 4; ++i) {                     // matrix i / 2
+            int owner = i / 2 * 8 + lane % 4 * 2 + i % 2; // the lane that named the row
+            uint16_t* row = (uint16_t*)((const store_matrix_operand*)operands[owner])->row;
+            row[lane / 4] = (uint16_t)(mine->pairs[i / 2] >> i % 2 * 16);
+        }
+    }
+    for (int lane = 0; lane < 16; ++lane) {
+        note_store(((const store_matrix_operand*)operands[lane])->row, here.thread / 32 * 32, 32);
+    }
+}
+
+// A's and D's fragments are those of mma, for each 8 columns.
+template <float (*convert)(unsigned)>
+static void multiply_rows(int count, const unsigned (*a_pairs)[4], const unsigned char* b_rows,
+                          float* d_lanes) {
+    float a[16][16];
+    for (int lane = 0; lane < 32; ++lane) {
+        int group = lane / 4, column = lane % 4 * 2;
+        for (int i = 0; i < 4; ++i) {
+            a[group + i % 2 * 8][column + i / 2 * 8] = convert(a_pairs[lane][i] & 0xffff);
+            a[group + i % 2 * 8][column + i / 2 * 8 + 1] = convert(a_pairs[lane][i] >> 16);
+        }
+    }
+    for (int j = 0; j < count / 4; ++j) { // columns 8 j and on
+        float8 b[16], d[16];
+        for (int n = 0; n < 8; ++n) {
+            for (int k = 0; k < 16; ++k) {
+                uint16_t bits;
+                memcpy(&bits, b_rows + ((j * 8 + n) * 16 + k) * 2, 2);
+                b[k][n] = convert(bits);
+            }
+        }
+        for (int i = 0; i < 128; ++i) { // register 4 j + i % 4 of lane i / 4
+            d[i / 16 + i / 2 % 2 * 8][i / 4 % 4 * 2 + i % 2] =
+                d_lanes[i / 4 * count + 4 * j + i % 4];
+        }
+        for (int row = 0; row < 16; ++row) {
+            for (int k = 0; k < 16; ++k) {
+                d[row] += a[row][k] * b[k];
+            }
+        }
+        for (int i = 0; i < 128; ++i) {
+            d_lanes[i / 4 * count + 4 * j + i % 4] =
+                d[i / 16 + i / 2 % 2 * 8][i / 4 % 4 * 2 + i % 2];
+        }
+    }
+}
+
+void wgmma_multiply(const wgmma_operand lanes[32], const unsigned (*a)[4], const unsigned char* b,
+                    float* d) {
+    if (lanes[0].bf16) {
+        multiply_rows<bf16_to_float>(lanes[0].count, a, b, d);
+    } else {
+        multiply_rows<f16_to_float>(lanes[0].count, a, b, d);
+    }
+}
+
 } // namespace emulator

@@ -51,6 +51,29 @@ void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long l
 
 void wait_dependency();
 
+// ---- matrix products of a warpgroup: accumulators are poison until the wait
+
+struct wgmma_operand {
+    float* d;             // d[64 x n] += a[64 x 16] * b[16 x n]
+    int count;            // n / 2
+    const unsigned* a;    // 4 pairs
+    unsigned long long b; // descriptor
+    bool add;             // else d = a * b
+    bool bf16;
+};
+void wgmma_fence();
+void wgmma(const wgmma_operand& mine);
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+void fence_async_reads();
+// To 16 bytes of shared memory, by some consecutive threads, who have to fence_async_reads().
+void note_store(const void* shared, int first_thread, int threads);
+void forget_stores(const void* shared, unsigned bytes);
+
+void wgmma_start_block();
+void wgmma_end_block();
+
 // ---- arithmetic of the instructions, by the PTX manual; bit patterns in and out
 
 float f16_to_float(unsigned bits);
@@ -65,7 +88,7 @@ float log2_any(float value);
 
 // d[16x8] += a[16x16] * b[16x8] of a warp
 struct mma_operand {
-    float* d;          // 4
+    float* d;          // d[64 x n] += a[64 x 16] * b[16 x n]
     const unsigned* a; // 4 pairs
     unsigned b[2];     // pairs
 };
@@ -78,6 +101,17 @@ struct load_matrix_operand {
     const void* row;  // row lane % 8 of matrix lane / 8
 };
 void load_matrix_x4(void* const operands[32]);
+
+// Two 8x8 matrices of 16-bit elements, transposed
+struct store_matrix_operand {
+    void* row; // lanes 0 to 15: row lane % 8 of matrix lane / 8
+    unsigned pairs[2];
+};
+void store_matrix_x2_transposed(void* const operands[32]);
+
+// A warp's rows of a wgmma: d[32][count] += a * b[n][16]
+void wgmma_multiply(const struct wgmma_operand lanes[32], const unsigned (*a)[4],
+                    const unsigned char* b, float* d);
 
 // ---- kernels and launches
 

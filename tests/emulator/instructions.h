@@ -11,6 +11,7 @@ typedef long long int64_t;
 // KMLA_ARCH comes from the command line.
 #define KMLA_HAS_E4M3_CONVERT (KMLA_ARCH >= 89)
 #define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)
+#define KMLA_HAS_WGMMA (KMLA_ARCH == 90)
 
 #define KMLA_DEVICE static inline __attribute__((unused))
 static const emulator::kernel* kernels; // of this file, last first
@@ -204,6 +205,40 @@ KMLA_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
 KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     emulator::copy_bulk(shared, global, bytes, barrier);
 }
+#endif
+
+#if KMLA_HAS_WGMMA
+// ---- matrix products of a warpgroup: d[64 x n] += a[64 x 16] * b[16 x n], asynchronously
+
+KMLA_DEVICE uint64_t matrix_descriptor(const void* rows) {
+    const uint64_t start = shared_address(rows) / 16, leading = 1, stride = 1024 / 16, swizzle = 1;
+    emulator::check_shared("matrix_descriptor", rows, 32, 32);
+    return start | leading << 16 | stride << 32 | swizzle << 62;
+}
+KMLA_DEVICE void wgmma_fence() { emulator::wgmma_fence(); }
+KMLA_DEVICE void wgmma_commit() { emulator::wgmma_commit(); }
+template <int pending> KMLA_DEVICE void wgmma_wait() { emulator::wgmma_wait(pending); }
+
+template <int count>
+KMLA_DEVICE void wgmma_f16(float (&d)[count], const uint32_t (&a)[4], uint64_t b, bool add) {
+    static_assert(count % 4 == 0 && count <= 128, "n is a multiple of 8 up to 256");
+    emulator::wgmma({d, count, a, b, add, false});
+}
+template <int count>
+KMLA_DEVICE void wgmma_bf16(float (&d)[count], const uint32_t (&a)[4], uint64_t b, bool add) {
+    static_assert(count % 4 == 0 && count <= 128, "n is a multiple of 8 up to 256");
+    emulator::wgmma({d, count, a, b, add, true});
+}
+
+KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {
+    if (thread_index() % 32 < 16) {
+        emulator::check_shared("store_matrix_x2_transposed", row, 16, 16);
+    }
+    emulator::store_matrix_operand mine = {row, {low, high}};
+    emulator::warp_together("store_matrix_x2_transposed", emulator::store_matrix_x2_transposed,
+                            &mine);
+}
+KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
 #endif
 
 // ---- dependent launch: a kernel may start before the one it follows has ended

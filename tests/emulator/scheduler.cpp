@@ -395,6 +395,7 @@ void copy_async_wait(int pending) {
     size_t landed = 0;
     while (landed < copies.size() && copies[landed].group < current->groups - pending) {
         const small_copy& copy = copies[landed++];
+        note_store(copy.shared, current->index, 1);
         if (copy.read) {
             memcpy(copy.shared, copy.global, (size_t)copy.bytes);
         } else {
@@ -479,6 +480,7 @@ static bool phase_ended(mbarrier* barrier, unsigned parity) {
         }
         block.copies.erase(block.copies.begin() + (long)i);
         memcpy(copy.shared, copy.global, copy.bytes);
+        forget_stores(copy.shared, copy.bytes);
         barrier->bytes -= (int)copy.bytes;
         end_phase_if_complete(barrier);
     }
@@ -545,6 +547,7 @@ static void run_warp(warp& mine, bool change_often) {
 static void run_block(bool change_often) {
     int warp_count = running->threads / 32;
     memset(here.shared, 0xff, here.shared_bytes);
+    wgmma_start_block();
     block.alive = running->threads;
     block.at_barrier = 0;
     block.predicate = block.unfenced_init = block.waited_dependency = false;
@@ -566,6 +569,7 @@ static void run_block(bool change_often) {
         }
         run_warp(warps[random_bit(can_run)], change_often);
     }
+    wgmma_end_block();
     if (!block.copies.empty()) {
         die("%s: block %d,%d,%d ended with bulk copies under way", running->what->name,
             here.block[0], here.block[1], here.block[2]);
@@ -587,7 +591,7 @@ void run(const launch& work) {
     }
     make_fibers(work.threads);
     // To the byte, so that ASan sees the first access past it.
-    if (posix_memalign(&shared, 128, work.shared_bytes ? work.shared_bytes : 1)) {
+    if (posix_memalign(&shared, 1024, work.shared_bytes ? work.shared_bytes : 1)) {
         die("no memory for a block's shared memory");
     }
     here.shared = (unsigned char*)shared;

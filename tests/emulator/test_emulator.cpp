@@ -9,6 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <vector>
+
 #include "emulator.h"
 
 // The kernels; device code has no standard headers, so it lives in a namespace of its own.
@@ -180,6 +182,197 @@ KMLA_KERNEL(bulk_kernel, buffer_args, 64, 1) {
         barrier_wait(barrier, phase);
         sync_block();
     }
+}
+#endif
+
+#if KMLA_HAS_WGMMA
+// ---- products of warpgroups
+
+const int wgmma_k = 128; // two panels of B: 64 elements are a swizzled row
+
+struct wgmma_args {
+    const uint16_t *a, *b; // [2 warpgroups][64][k], [n][k]
+    float* d;              // [2][64][n]; added to
+    float *early, *late;   // the same, read before and after a wait, as `how` says
+    int n, bf16, starts_from_0, how;
+};
+enum { WGMMA_GOOD, WGMMA_READ_EARLY, WGMMA_NO_COMMIT, WGMMA_TWO_IN_FLIGHT };
+
+static uint16_t* swizzled(int n, int row, int k) {
+    uint8_t* panel = shared_memory() + k / 64 * n * 128;
+    int column = (k % 64 / 8) ^ (row % 8);
+    return (uint16_t*)(panel + row * 128 + column * 16) + k % 8;
+}
+
+template <int count>
+static void add_step(float (&d)[count], uint32_t (&a)[4], int step, const wgmma_args& args) {
+    bool add = step > 0 || !args.starts_from_0;
+    uint64_t b = matrix_descriptor(shared_memory() + step / 4 * count * 256) + step % 4 * 2;
+    if (args.bf16) {
+        wgmma_bf16(d, a, b, add);
+    } else {
+        wgmma_f16(d, a, b, add);
+    }
+}
+
+// `each` gets a register and where it is in [2][64][n].
+template <int count, typename function> static void for_each_register(function each) {
+    int lane = thread_index() % 32, row = thread_index() / 32 * 16 + lane / 4;
+    for (int i = 0; i < count; ++i) {
+        each(i, (row + i % 4 / 2 * 8) * count * 2 + i / 4 * 8 + lane % 4 * 2 + i % 2);
+    }
+}
+
+template <int count> static void wgmma_case(const wgmma_args& args) {
+    const int steps = wgmma_k / 16;
+    int lane = thread_index() % 32, row = thread_index() / 32 * 16 + lane / 4;
+    float d[count], other[count];
+    uint32_t a[steps][4];
+    for_each_register<count>([&](int i, int at) { d[i] = other[i] = args.d[at]; });
+    for (int i = 0; i < steps * 4; ++i) {
+        int k = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+        a[i / 4][i % 4] = *(const uint32_t*)&args.a[(row + i % 2 * 8) * wgmma_k + k];
+    }
+    for (int i = thread_index(); i < args.n * wgmma_k; i += 256) {
+        *swizzled(args.n, i / wgmma_k, i % wgmma_k) = args.b[i];
+    }
+    fence_async_reads();
+    sync_block();
+    wgmma_fence();
+    for (int i = 0; i < steps; ++i) {
+        add_step(d, a[i], i, args);
+    }
+    if (args.how != WGMMA_NO_COMMIT) {
+        wgmma_commit();
+    }
+    if (args.how == WGMMA_READ_EARLY) {
+        for_each_register<count>([&](int i, int at) { args.early[at] = d[i]; });
+    }
+    if (args.how == WGMMA_TWO_IN_FLIGHT) {
+        for (int i = 0; i < steps; ++i) {
+            add_step(other, a[i], i, args);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        for_each_register<count>([&](int i, int at) {
+            args.d[at] = d[i];
+            args.early[at] = other[i];
+        });
+        wgmma_wait<0>();
+        for_each_register<count>([&](int i, int at) { args.late[at] = other[i]; });
+        return;
+    }
+    wgmma_wait<0>();
+    for_each_register<count>([&](int i, int at) { args.d[at] = d[i]; });
+}
+
+KMLA_KERNEL(wgmma_kernel, wgmma_args, 256, 1) {
+    switch (args.n) {
+    case 8:
+        wgmma_case<4>(args);
+        break;
+    case 16:
+        wgmma_case<8>(args);
+        break;
+    case 24:
+        wgmma_case<12>(args);
+        break;
+    case 32:
+        wgmma_case<16>(args);
+        break;
+    case 40:
+        wgmma_case<20>(args);
+        break;
+    default:
+        wgmma_case<128>(args);
+    }
+}
+
+// Register i of lane l holds elements i * 64 + 2 l and the next; row r of matrix m is at word
+// 16 * (2 r + m).
+KMLA_KERNEL(store_matrix_kernel, buffer_args, 32, 1) {
+    uint32_t lane = (uint32_t)thread_index(), low = 2 * lane | (2 * lane + 1) << 16;
+    uint8_t* row = shared_memory() + (lane % 8 * 2 + lane / 8 % 2) * 64;
+    store_matrix_x2_transposed(lane < 16 ? row : nullptr, low, low + 0x400040);
+    ballot(true);
+    if (lane < 16) {
+        for (int i = 0; i < 4; ++i) {
+            args.out[(lane % 16) * 4 + i] = ((uint32_t*)row)[i];
+        }
+    }
+}
+
+// 128 threads, 2,048 bytes; the number of a mistake
+KMLA_KERNEL(wgmma_mistake_kernel, buffer_args, 128, 1) {
+    uint8_t* shared = shared_memory();
+    int thread = thread_index();
+    float d[8] = {0};
+    float other[4] = {0};
+    uint32_t a[4] = {0, 0, 0, 0};
+    uint64_t b = matrix_descriptor(shared);
+    for (int i = 0; i < 16; ++i) {
+        shared[thread * 16 + i] = 0;
+    }
+    if (args.how == 10) {
+        store_matrix_x2_transposed(shared + thread % 16 * 16, 0, 0);
+    } else if (args.how == 11) {
+        copy_async_16(shared + thread * 16, args.in, false);
+        copy_async_commit();
+        copy_async_wait<0>();
+    }
+    if (args.how < 10) {
+        fence_async_reads();
+    }
+    sync_block();
+    if (args.how != 0) {
+        wgmma_fence();
+    }
+    switch (args.how) {
+    case 4:
+        b &= ~(3ull << 62); // no swizzle
+        break;
+    case 5:
+        b += 16 / 16;
+        break;
+    case 6:
+        b += 1024 / 16; // the second 8 rows are past the end
+        break;
+    case 7:
+        b |= 1ull << 49;
+        break;
+    case 8:
+        if (thread >= 96) {
+            return;
+        }
+        break;
+    case 9:
+        b += thread / 64 * 32 / 16;
+        break;
+    case 12:
+        b |= 1ull << 61;
+        break;
+    case 13:
+        b += thread % 2 * 32 / 16;
+        break;
+    default:
+        break;
+    }
+    wgmma_f16(d, a, b, true);
+    wgmma_commit();
+    if (args.how == 1) {
+        a[2] = 1;
+    } else if (args.how == 2) {
+        d[7] = 1;
+    } else if (args.how == 3) {
+        shared[thread * 16] = 1;
+    } else if (args.how == 14) {
+        wgmma_f16(reinterpret_cast<float(&)[4]>(d), a, b, true);
+    } else if (args.how == 15) {
+        wgmma_wait<0>();
+        wgmma_f16(other, a, b, true); // again without a fence
+    }
+    sync_block();
+    wgmma_wait<0>();
 }
 #endif
 
@@ -538,6 +731,68 @@ static void test_copies() {
 }
 
 // =============================================================================
+// Products of warpgroups
+// =============================================================================
+
+#if KMLA_HAS_WGMMA
+static void test_wgmma(int n, int bf16, int starts_from_0, int how) {
+    const int k = device::wgmma_k, count = 128 * n;
+    std::vector<uint16_t> a((size_t)(128 * k)), b((size_t)(n * k));
+    std::vector<float> d((size_t)count), early((size_t)count), late((size_t)count);
+    std::vector<double> wanted((size_t)count), size((size_t)count);
+    for (std::vector<uint16_t>* matrix : {&a, &b}) {
+        for (uint16_t& element : *matrix) {
+            float value = (float)random_bits() / 0x1p23f - 1.0f;
+            element =
+                (uint16_t)(bf16 ? emulator::float_to_bf16(value) : emulator::float_to_f16(value));
+        }
+    }
+    for (int i = 0; i < count; ++i) {
+        size_t at = (size_t)i;
+        d[at] = (float)(i % 7) - 3;
+        wanted[at] = starts_from_0 ? 0 : d[at];
+        size[at] = fabs(wanted[at]);
+        for (int j = 0; j < k; ++j) {
+            unsigned x = a[(size_t)(i / n * k + j)], y = b[(size_t)(i % n * k + j)];
+            double product =
+                bf16 ? decode(x, 8, 7) * decode(y, 8, 7) : decode(x, 5, 10) * decode(y, 5, 10);
+            wanted[at] += product;
+            size[at] += fabs(product);
+        }
+    }
+    device::wgmma_args args = {a.data(), b.data(), d.data(),      early.data(), late.data(),
+                               n,        bf16,     starts_from_0, how};
+    run_block("wgmma_kernel", &args, (unsigned)(n * k * 2));
+    for (size_t i = 0; i < (size_t)count; ++i) {
+        if (how == device::WGMMA_NO_COMMIT) {
+            expect(isnan(d[i]), "wgmma without a commit", d[i], NAN);
+        } else {
+            expect(fabs(d[i] - wanted[i]) <= size[i] * (k + 1) * 0x1p-24, "wgmma", d[i], wanted[i]);
+        }
+        if (how == device::WGMMA_TWO_IN_FLIGHT) {
+            expect(late[i] == d[i], "the wgmma after it", late[i], d[i]);
+        }
+        if (how == device::WGMMA_READ_EARLY || how == device::WGMMA_TWO_IN_FLIGHT) {
+            expect(isnan(early[i]), "wgmma before its wait", early[i], NAN);
+        }
+    }
+}
+
+// PTX manual, stmatrix with .trans: thread t holds rows 2 (t % 4) and + 1 of column t / 4.
+static void test_store_matrix() {
+    uint32_t out[64];
+    device::buffer_args args = {out, nullptr, 0};
+    run_block("store_matrix_kernel", &args, 1024);
+    for (int i = 0; i < 128; ++i) {
+        int matrix = i / 64, row = i / 8 % 8, column = i % 8;
+        int held_by = column * 4 + row / 2;
+        expect_equal("stmatrix", out[i / 2] >> i % 2 * 16 & 0xffff,
+                     matrix * 64 + held_by * 2 + row % 2);
+    }
+}
+#endif
+
+// =============================================================================
 // Mistakes that abort, each in a child
 // =============================================================================
 
@@ -589,6 +844,29 @@ static void test_mistakes() {
     expect_death("bulk_kernel", 3, 40, "nobody can go on"); // 48 bytes announced, 32 sent
 #endif
     expect_death("mistake_kernel", 12, 64, "has a nibble above 7");
+#if KMLA_HAS_WGMMA
+    static const char* const wgmma_mistakes[] = {
+        "no wgmma_fence since",
+        "wrote to A registers before the wgmma_wait",
+        "wrote to accumulators before the wgmma_wait",
+        "B in shared memory changed",
+        "swizzle 0 is not emulated",
+        "is not a k16 step",
+        "are not in the block's 2048 bytes",
+        "base offset 1 is not emulated",
+        "where another of its warpgroup had",
+        "where another warp of the warpgroup has",
+        "no fence_async_reads by thread",
+        "no fence_async_reads by thread",
+        "has unknown bits",
+        "lanes of a warp have other operands",
+        "accumulators of a product of another shape",
+        "no wgmma_fence since",
+    };
+    for (int i = 0; i < 16; ++i) {
+        expect_death("wgmma_mistake_kernel", i, 2048, wgmma_mistakes[i]);
+    }
+#endif
 }
 
 int main() {
@@ -600,6 +878,14 @@ int main() {
     test_votes();
     test_meetings();
     test_copies();
+#if KMLA_HAS_WGMMA
+    for (int n : {8, 16, 24, 32, 40, 256}) {
+        for (int how = 0; how < 16; ++how) {
+            test_wgmma(n, how / 8, how / 4 % 2, how % 4);
+        }
+    }
+    test_store_matrix();
+#endif
     test_mistakes();
     printf("emulator's own instructions sm_%d: %d cases, %d failed\n", KMLA_ARCH, cases, failures);
     return failures != 0;

@@ -67,23 +67,47 @@ static void take_step(const step& mine) {
     }
 }
 
-void wgmma_start_block() {
-    for (auto& state : states) {
-        state = {};
-    }
-    for (auto& log : logs) {
-        log.clear();
-    }
-    forget_stores();
+// =============================================================================
+// Proxies: wgmma reads shared memory past what other instructions wrote, unless the threads that
+// wrote fence. Only the stores of cp.async and stmatrix are seen; plain ones are not.
+// =============================================================================
+
+struct store {
+    unsigned serial; // 0: none
+    int first_thread, threads;
+};
+static std::vector<store> stores; // the last to each 16 bytes
+static unsigned last_serial;
+static unsigned fenced_serials[max_warps * 32]; // of each thread: stores up to it are visible
+
+static void forget_all_stores() {
+    stores.assign(here.shared_bytes / 16 + 1, store{0, 0, 0});
+    last_serial = 0;
+    memset(fenced_serials, 0, sizeof fenced_serials);
 }
 
-void wgmma_end_block() {
-    for (int i = 0; i < max_warps; ++i) {
-        if (states[i].steps != logs[i / 4].size()) {
-            die("warp %d ended after %zu wgmma instructions, where another of its warpgroup had "
-                "%zu; the next: %s",
-                i, states[i].steps, logs[i / 4].size(),
-                logs[i / 4][states[i].steps].instruction);
+static store& store_to(const void* shared) {
+    return stores[(size_t)((const unsigned char*)shared - here.shared) / 16];
+}
+
+void note_store(const void* shared, int first_thread, int threads) {
+    store_to(shared) = {++last_serial, first_thread, threads};
+}
+
+void forget_stores(const void* shared, unsigned bytes) {
+    for (unsigned i = 0; i < bytes; i += 16) {
+        store_to((const unsigned char*)shared + i).serial = 0;
+    }
+}
+
+void fence_async_reads() { fenced_serials[here.thread] = last_serial; }
+
+static void check_async_read(const char* instruction, const void* shared) {
+    const store& last = store_to(shared);
+    for (int i = last.first_thread; i < last.first_thread + last.threads; ++i) {
+        if (fenced_serials[i] < last.serial) {
+            die("%s: no fence_async_reads by thread %d since it wrote shared offset %lu",
+                instruction, i, (unsigned long)((const unsigned char*)shared - here.shared));
         }
     }
 }
@@ -176,7 +200,8 @@ static void issue(void* const operands[32]) {
     const wgmma_operand& first = mine.lanes[0];
     const char* instruction = name_of(first);
     for (const wgmma_operand& lane : mine.lanes) {
-        if (lane.b != first.b || lane.count != first.count || lane.bf16 != first.bf16) {
+        if (lane.b != first.b || lane.count != first.count || lane.add != first.add ||
+            lane.bf16 != first.bf16) {
             die("%s: lanes of a warp have other operands", instruction);
         }
     }
@@ -233,6 +258,9 @@ static void land_oldest(std::deque<product>& in_flight) {
     product done = in_flight.front();
     in_flight.pop_front();
     check_unchanged(done);
+    if (!done.lanes[0].add) {
+        done.d.assign(done.d.size(), 0);
+    }
     wgmma_multiply(done.lanes, done.a, done.b.data(), done.d.data());
     for (product& next : in_flight) {
         if (same_accumulators(next.lanes[0], done.lanes[0])) {
@@ -253,6 +281,26 @@ static void wait(void* const operands[32]) {
     state.fenced = false;
     while (!state.in_flight.empty() && state.in_flight[0].group < state.groups - pending) {
         land_oldest(state.in_flight);
+    }
+}
+
+void wgmma_start_block() {
+    for (auto& state : states) {
+        state = {};
+    }
+    for (auto& log : logs) {
+        log.clear();
+    }
+    forget_all_stores();
+}
+
+void wgmma_end_block() {
+    for (int i = 0; i < max_warps; ++i) {
+        if (states[i].steps != logs[i / 4].size()) {
+            die("warp %d ended after %zu wgmma instructions, where another of its warpgroup had "
+                "%zu; the next: %s",
+                i, states[i].steps, logs[i / 4].size(), logs[i / 4][states[i].steps].instruction);
+        }
     }
 }
 

@@ -37,6 +37,15 @@ static void any_lengths_rule(fuzz_bytes* in, kmla_length_rule* rule) {
     }
 }
 
+// A card of compute capability 9.0 has two readers of FP8 KV, with tiles of their own.
+static void any_reader(fuzz_bytes* in, kmla_shape* shape) {
+    const uint8_t byte = fuzz_byte(in);
+    if (card.device.compute_major == 9 && shape->kv_format != KMLA_KV_BF16) {
+        shape->reader = byte % 2 ? KMLA_READER_HOPPER : KMLA_READER_PORTABLE;
+        shape->tile = byte % 2 ? byte / 2 % 6 * 8 : shape->tile;
+    }
+}
+
 static void any_shape(fuzz_bytes* in, kmla_shape* shape) {
     static const int32_t pages[] = {64, 1, 2, 7, 16, 32, 63, 128, 96};
     static const int32_t tiles[] = {0, 8, 16, 32};
@@ -45,6 +54,7 @@ static void any_shape(fuzz_bytes* in, kmla_shape* shape) {
     shape->tile = tiles[formats / 3 % 4];
     shape->query_format = formats / 12 % 3;
     shape->mode = formats / 36 % 2;
+    any_reader(in, shape);
     shape->requests = 1 + fuzz_below(in, MOST_REQUESTS);
     shape->rows_per_request = 1 + fuzz_below(in, MOST_ROWS);
     shape->rows = shape->requests * shape->rows_per_request;
@@ -95,12 +105,12 @@ static void any_case(fuzz_bytes* in, ref_case* c, int32_t* lengths, int32_t* off
 static void print_case(const ref_case* c) {
     const kmla_shape* s = &c->plan.shape;
     fprintf(stderr,
-            "kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, pages of %d, "
+            "reader %d, kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, pages of %d, "
             "capacity %d, %d splits (mode %d, single %d, partials %d), slot list %d, ragged %d, "
             "lengths %d/%d, window %d, rank %d of %d by %d, first length %d, sigma %g, out %d, "
             "holes %g, seed %d\n",
-            s->kv_format, s->query_format, s->mode, s->tile, s->requests, s->rows_per_request,
-            s->rows, s->heads, s->page_tokens, (int)s->capacity_tokens, s->splits, s->split_mode,
+            c->plan.reader, s->kv_format, s->query_format, s->mode, s->tile, s->requests,
+            s->rows_per_request, s->rows, s->heads, s->page_tokens, (int)s->capacity_tokens, s->splits, s->split_mode,
             s->single_split_chunks, s->partial_type, s->slot_list, s->ragged,
             s->lengths.lengths_kind, s->lengths.rows_kind, s->lengths.window_tokens,
             s->lengths.dcp.rank, s->lengths.dcp.ranks, s->lengths.dcp.interleave, c->lengths[0],

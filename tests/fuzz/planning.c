@@ -90,7 +90,8 @@ static kmla_shape any_shape(fuzz_bytes* in) {
     shape.splits = any_int(in);
     shape.single_split_chunks = any_int(in);
     shape.partial_type = any_of(in, 2);
-    shape.tile = fuzz_chance(in, 2) ? 8 << fuzz_below(in, 4) : fuzz_chance(in, 8) ? any_int(in) : 0;
+    shape.tile = fuzz_chance(in, 2) ? 8 * fuzz_below(in, 7) : fuzz_chance(in, 8) ? any_int(in) : 0;
+    shape.reader = fuzz_chance(in, 3) ? any_of(in, 3) : 0;
     shape.ragged = any_of(in, 2);
     shape.slot_list = any_of(in, 2);
     if (!shape.slot_list || fuzz_chance(in, 8)) {
@@ -414,18 +415,26 @@ static void check_workspace_limit(const kmla_plan* plan) {
 }
 
 static void check_card(const kmla_plan* plan) {
+    const kmla_device* card = &plan->device;
     if (plan->reader == KMLA_READER_HOST) {
         FUZZ_CHECK(plan->launches == 0 && plan->shared_bytes == 0);
         return;
     }
+    if (plan->reader == KMLA_READER_HOPPER) {
+        FUZZ_CHECK(card->compute_major == 9 && card->compute_minor == 0);
+        FUZZ_CHECK(plan->shape.kv_format != KMLA_KV_BF16);
+        FUZZ_CHECK(plan->tile % 8 == 0 && plan->tile >= 8 && plan->tile <= 40);
+    } else {
+        FUZZ_CHECK(plan->tile == 8 || plan->tile == 16 || plan->tile == 32);
+    }
     FUZZ_CHECK(plan->launches == (plan->splits > 1 ? 2 : 1));
-    FUZZ_CHECK(plan->device.compute_major >= 8);
-    FUZZ_CHECK(plan->shared_bytes > 0 && plan->shared_bytes <= plan->device.shared_bytes);
+    FUZZ_CHECK(card->compute_major >= 8);
+    FUZZ_CHECK(plan->shared_bytes > 0 && plan->shared_bytes <= card->shared_bytes);
     FUZZ_CHECK(plan->threads > 0 && plan->threads <= 1024 && plan->threads % 32 == 0);
     FUZZ_CHECK(plan->stages >= 2);
     FUZZ_CHECK(plan->resident >= 1);
     FUZZ_CHECK(plan->resident == 1 || // and each takes 1 KiB more
-               plan->resident * (plan->shared_bytes + (int64_t)1024) <= plan->device.shared_bytes_sm);
+               plan->resident * (plan->shared_bytes + (int64_t)1024) <= card->shared_bytes_sm);
 }
 
 static void check_plan(const kmla_plan* plan, const kmla_shape* given) {
@@ -433,7 +442,8 @@ static void check_plan(const kmla_plan* plan, const kmla_shape* given) {
     const int64_t rows = shape->slot_list ? 1 : shape->rows_per_request;
     const int64_t vectors = rows * shape->heads;
     FUZZ_CHECK(plan->version == KMLA_VERSION);
-    FUZZ_CHECK(plan->tile == 8 || plan->tile == 16 || plan->tile == 32);
+    FUZZ_CHECK(given->reader == 0 || plan->reader == KMLA_READER_HOST ||
+               given->reader == plan->reader);
     FUZZ_CHECK(given->tile == 0 || given->tile == plan->tile);
     FUZZ_CHECK(given->splits == 0 || given->splits == plan->splits);
     FUZZ_CHECK(plan->splits_chosen_by ==

@@ -249,98 +249,128 @@ template <int pending> KMLA_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// One for each n; d has n / 2 registers.
-KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+// One for each n; d has n / 2 registers. Without `add` what d held does not count.
+KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
                  "{%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+                 "{%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-                 "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %17, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
-                 "{%12,%13,%14,%15}, %16, 1, 1, 1, 0;"
+                 "{%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
                  " %12,%13,%14,%15}, "
-                 "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
+KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %25, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
                  " %12,%13,%14,%15,%16,%17,%18,%19}, "
-                 "{%20,%21,%22,%23}, %24, 1, 1, 1, 0;"
+                 "{%20,%21,%22,%23}, %24, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
                  "{%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+                 "{%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-                 "{%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+                 "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
+KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %17, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
-                 "{%12,%13,%14,%15}, %16, 1, 1, 1, 0;"
+                 "{%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
                  " %12,%13,%14,%15}, "
-                 "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
+KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,
+                            bool add) {
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %25, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
                  " %12,%13,%14,%15,%16,%17,%18,%19}, "
-                 "{%20,%21,%22,%23}, %24, 1, 1, 1, 0;"
+                 "{%20,%21,%22,%23}, %24, p, 1, 1, 0; }"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
                    "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
                    "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
                    "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
 // Two 8x8 matrices, transposed: lane l of 0..15 gives the address of row l%8 of matrix l/8.

@@ -755,7 +755,7 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     launch_dependents();
     finish_softmax(args, s);
     sync_block();
-    store_results(args, s, s.out);
+    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);
 }
 
 #endif

@@ -236,7 +236,7 @@ KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (
 
 // `out`: O^T of the warp's 64 dims; tile m has dims 8 * row_in_quad + 2m and + 2m + 1.
 KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place& s,
-                               const float (&out)[4][kColumns][4]) {
+                               const float (&out)[4][kColumns * 4]) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
     int64_t target[kColumns][2];
     float factor[kColumns][2];
@@ -254,8 +254,8 @@ KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place
             float x[8];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                x[2 * m] = factor[j][i] == 0 ? 0 : out[m][j][i] * factor[j][i];
-                x[2 * m + 1] = factor[j][i] == 0 ? 0 : out[m][j][2 + i] * factor[j][i];
+                x[2 * m] = factor[j][i] == 0 ? 0 : out[m][4 * j + i] * factor[j][i];
+                x[2 * m + 1] = factor[j][i] == 0 ? 0 : out[m][4 * j + 2 + i] * factor[j][i];
             }
             if (target[j][i] >= 0) {
                 bool final = target[j][i] & 1;

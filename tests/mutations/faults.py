@@ -1,0 +1,233 @@
+"""The faults that run.py applies. `old` is found exactly once in its file, which is one of
+tools/device/ or kimi_mla.h (there outside the device source); choose it short and telling. `suite`
+names the tests that should see it, `card` the emulated architecture that they run on."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Fault:
+    what: str
+    file: str
+    old: str
+    new: str
+    suite: str
+    card: str = "sm120"
+
+
+def reader(what, old, new, card="sm120"):
+    return Fault(what, "reader.cuh", old, new, "device", card)
+
+
+def tile(what, old, new):
+    return Fault(what, "tile.cuh", old, new, "device")
+
+
+def records(what, old, new, card="sm120"):
+    return Fault(what, "records.cuh", old, new, "device", card)
+
+
+def merge(what, old, new):
+    return Fault(what, "merge.cuh", old, new, "device")
+
+
+def writers(what, old, new):
+    return Fault(what, "writers.cuh", old, new, "device")
+
+
+def header(suite, what, old, new):
+    return Fault(what, "kimi_mla.h", old, new, suite)
+
+
+FAULTS = [
+    # ---- the reader's arithmetic
+    reader("accumulators are not rescaled", "        rescale_out(s);\n", ""),
+    reader("the sum is not rescaled", "            s.sum *= factor;\n", ""),
+    reader("the weights' reference stays when the sum's is raised",
+           "            s.weight_reference -= raised - s.sum_reference;", "            ;"),
+    reader("rescaling forgets the upper of two vectors",
+           "s.out[m][j][2] *= low, s.out[m][j][3] *= high;", "s.out[m][j][2] *= low;"),
+    reader("a scale of another group", "KMLA_PACKED_SCALE_OFFSET + 4 * group;",
+           "KMLA_PACKED_SCALE_OFFSET + 4 * (group ^ 1);"),
+    reader("ratios of another group", "ratios_of(s.warp / 2) + s.column",
+           "ratios_of(s.warp / 2 ^ 1) + s.column"),
+    reader("scale ratios are dropped", "        scale_weights(s, weight);\n", ""),
+    reader("a token's exponent is that of its first scale, not its largest",
+           "    largest = maximum(largest, shuffle_xor(largest, 2));\n", ""),
+    reader("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
+    reader("BF16 weights without their low term",
+           "mma_bf16(s.out[m][j], a[m], weight[j][2], weight[j][3]);", ";"),
+    reader("the query is not normalised back", "            s.scale *= norm_of(s.vector);\n", ""),
+    reader("packed rope in f16", "kE4m3 || k < kLatentSteps;", "true;"),
+    reader("a BF16 query is not rounded in e4m3 mode", "            round_query_to_packed(s, j);\n",
+           ""),
+    reader("8 lanes disagree about a new reference",
+           "    top = maximum(top, shuffle_xor(top, 4));\n", ""),
+    reader("a sum without half of its lanes", "    s.sum += shuffle_xor(s.sum, 4);\n", ""),
+
+    # ---- which tokens
+    reader("no mask at the end of a row", "token < range.end && (exists", "(exists"),
+    reader("no mask at the begin of a row", "token >= range.begin && token", "token"),
+    reader("a hole of the table counts as a token", "ballot(entry >= 0) & 0xF;", "0xF;"),
+    reader("a whole step is masked too little", "bounds().full_end - first) / kStep;",
+           "bounds().full_end - first + kStep - 1) / kStep;"),
+    reader("a step too early counts as whole", "(bounds().full_begin - first + kStep - 1) / kStep",
+           "(bounds().full_begin - first) / kStep"),
+    tile("holes are forgotten in whole steps", "return (m.x & m.y & m.z & m.w) == all;",
+         "return true;"),
+    reader("NaN codes of unseen tokens reach the output",
+           "masked ? minimum_f16x2(pair[i], largest) : pair[i];", "pair[i];"),
+    reader("NaN BF16 of unseen tokens reaches the output",
+           "masked ? only_numbers_bf16(high) : high;", "high;"),
+    records("static split one chunk late", "chunk = split * args.chunks_per_split;",
+            "chunk = split * args.chunks_per_split + 1;"),
+    records("balanced splits overlap by a chunk", "(split < longer ? 1 : 0)",
+            "(split <= longer ? 1 : 0)"),
+    records("single-split rule off by one", "live <= args.single_split_chunks",
+            "live < args.single_split_chunks"),
+    records("causal bound off by one", "bound - rows + 1 + i;", "bound - rows + i;"),
+    records("window of a request off by one", "bound - args.window : 0;", "bound - args.window + 1 : 0;"),
+    records("window of a row off by one", "maximum(range.end - args.window, 0)",
+            "maximum(range.end - args.window - 1, 0)"),
+    records("row offsets subtracted from a local length", "minimum(local_length(args, (int)bound),",
+            "minimum(maximum(local_length(args, lengths[group]) - (int)(lengths[group] - bound), 0),"),
+    records("a rank's share without its upper limit", "rest > args.dcp_interleave ? args.dcp_interleave : rest;",
+            "rest;"),
+    records("capacity is not clamped", "minimum(maximum(lengths[row], 0), args.capacity);",
+            "maximum(lengths[row], 0);"),
+
+    # ---- where things are
+    records("32-bit offset into the pool", "(uint64_t)page * args.page_pitch",
+            "(uint32_t)((uint32_t)page * (uint32_t)args.page_pitch)"),
+    records("page pitch is ignored", "(uint64_t)page * args.page_pitch",
+            "(uint64_t)page * args.page_tokens * record_bytes"),
+    records("pages of an odd size by a wrong remainder", "offset = slot - page * args.page_tokens;",
+            "offset = slot & (args.page_tokens - 1);"),
+    tile("row stride of the output is ignored", "2 * (row * args.out_row_stride +",
+         "2 * (row * args.heads * args.out_head_stride +"),
+    tile("row stride of the lse is ignored", "[row * args.lse_row_stride +",
+         "[row * args.heads +"),
+    reader("head stride of the query is ignored", "vector % args.heads * args.query_head_stride",
+           "vector % args.heads * (args.query_row_stride / args.heads)"),
+    tile("partials of splits one row too near", "split * (int64_t)args.rows + row)",
+         "split * (int64_t)(args.rows - 1) + row)"),
+    tile("dead rows keep their old output", "args.splits == 1 && dim < KMLA_LATENT_DIMS", "false"),
+    tile("dead rows keep their old lse", "        if (dim == 0) {\n", "        if (false) {\n"),
+
+    # ---- results
+    tile("lse in base 2", "(reference + log2_fast(sum)) * ln_2;", "reference + log2_fast(sum);"),
+    tile("an empty row is not empty", "bool empty = sum == 0;", "bool empty = false;"),
+    tile("a split that saw all writes a partial", "(!empty && range_of(n).whole)", "false"),
+
+    # ---- waiting and meeting
+    reader("no wait for a step's copies", "    copy_async_wait<kStages - 2>();\n", ""),
+    reader("no wait for a step's bulk copy",
+           "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n", ""),
+    reader("no wait for the query", "    copy_async_wait<kStages - 1>();", "   "),
+    reader("no barrier at the begin of a step",
+           "        sync_block(); // this step is here for all", "        //"),
+    reader("no barrier between scores and softmax", "        multiply_keys(s, stage);\n        sync_block();",
+           "        multiply_keys(s, stage);"),
+    reader("no barrier between weights and PV", "sync_block_or(softmax_step<masked>(s, token, masks))",
+           "ballot(softmax_step<masked>(s, token, masks))"),
+    reader("no barrier before the query is normalised", "    sync_block();\n    s.scale = args.score_scale;",
+           "    s.scale = args.score_scale;"),
+    reader("no barrier before query fragments are loaded", "    sync_block();\n    if (!kQueryShared) {",
+           "    if (!kQueryShared) {"),
+    reader("no barrier after the last step", "    }\n    sync_block();\n}", "    }\n}"),
+    reader("no barrier after the ranges", "    sync_block();\n    read_tokens(", "    read_tokens("),
+    reader("no barrier before results are stored", "    sync_block();\n    store_results(",
+           "    store_results("),
+    tile("no barrier between the bounds of warps and of the tile",
+         "    sync_block();\n    if (thread_index() == 0) {\n        for (int w",
+         "    if (thread_index() == 0) {\n        for (int w"),
+    reader("the next step is copied into the stage in use", "ahead = step + kStages - 1;",
+           "ahead = step + kStages;"),
+
+    # ---- formats
+    records("E4M3 does not saturate", "if (magnitude > float_bits(448.0f)) {", "if (false) {"),
+    records("E4M3 subnormals are cut off, not rounded", "bits_float(magnitude) * 512.0f +",
+            "(float)(int)(bits_float(magnitude) * 512.0f) +"),
+    records("scale of a query is not rounded up", "((bits & 0x007FFFFFu) ? 0x00800000u : 0)", "0"),
+    records("NaN codes become numbers where sm_80 converts", " | nan * 0x7FFFu;", ";", "sm80"),
+    records("the sign is lost where sm_80 converts", " | (high_bytes & 0x80008000u);", ";", "sm80"),
+
+    # ---- merge and combine
+    merge("a payload of weight 0 is read", "weight > 0 ? first + i : top_part;", "first + i;"),
+    merge("NaN of a split is lost in the merge", "is_merge && ballot(nan)", "false"),
+    merge("a finished row is merged again", "is_merge && ballot(done)", "false"),
+    merge("weights in base e", "exp2_fast((lse - top) * log2_e)", "exp2_fast(lse - top)"),
+    merge("an infinite lse counts", "lse > -infinity() && lse < infinity();", "lse > -infinity();"),
+    merge("only the first 32 parts are merged", "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
+          "for (int first = 0; first < 1 && top > -infinity(); first += 32)"),
+
+    # ---- writers
+    writers("a slot past the pool is written", "(uint64_t)slot >= args.kv_slots", "false"),
+    writers("scales are never powers of two", "if (args.power_of_two) {", "if (false) {"),
+    writers("no smallest scale", "maximum(divide(group_amax(x), 448.0f), smallest_normal)",
+            "divide(group_amax(x), 448.0f)"),
+    writers("an infinity blinds its group", "amax > largest ? largest : amax;", "amax;"),
+
+    # ---- launching
+    header("device", "kv_scale is dropped from scores", "1.44269504f * out->kv_scale;", "1.44269504f;"),
+    header("device", "query_scale is dropped", "        out->score_scale *= args->query_scale;\n", ""),
+    header("device", "lse of partials where BF16 payloads end",
+           "kmla_i_type_bytes(plan->shape.partial_type);", "2;"),
+    header("device", "a reference is kept until f16 overflows", "#define KMLA_I_REFERENCE_GROWTH 15",
+           "#define KMLA_I_REFERENCE_GROWTH 25"),
+    header("device", "one block of warps too few", "kmla_i_blocks_of_warps(int64_t count) {",
+           "kmla_i_blocks_of_warps(int64_t count) {\n    count = count > 4 ? count - 4 : count;"),
+
+    # ---- planning
+    header("planner", "a 16-head tile for 16 heads", "effective > 16 ? 16 : 8;",
+           "effective >= 16 ? 16 : 8;"),
+    header("planner", "heads are padded down", "kmla_i_ceil_div(effective, unit) * unit;",
+           "effective / unit * unit;"),
+    header("planner", "the rest of a tile needs no launch", "padded % tile ? 2 : 1;", "1;"),
+    header("planner", "effective heads overflow", "effective > 1 << 20)", "effective > 1 << 30)"),
+    header("planner", "a rank's share without its upper limit",
+           "kmla_i_min(kmla_i_max(rest, 0), interleave);", "kmla_i_max(rest, 0);"),
+    header("planner", "owners by token, not by run", "(int32_t)(run % full.ranks);",
+           "(int32_t)(global_token % full.ranks);"),
+    header("planner", "causal bound off by one", "(int64_t)rows - 1 - row)", "(int64_t)rows - row)"),
+    header("planner", "window off by one", "kmla_i_max(last - rule->window_tokens, 0)",
+           "kmla_i_max(last - rule->window_tokens + 1, 0)"),
+    header("planner", "static share rounded down", "share = kmla_i_ceil_div(chunks, splits);",
+           "share = chunks / splits;"),
+    header("planner", "single-split rule off by one", "live <= single_split_chunks)",
+           "live < single_split_chunks)"),
+    header("planner", "balanced splits forget the longer ones", " + kmla_i_min(split, longer);",
+           " + (split < longer);"),
+    header("planner", "workspace without lse",
+           "KMLA_LATENT_DIMS * kmla_i_element_bytes(partial_type) + 4;",
+           "KMLA_LATENT_DIMS * kmla_i_element_bytes(partial_type);"),
+    header("planner", "a workspace one byte short is fine", "args->workspace_bytes < need)",
+           "args->workspace_bytes + 1 < need)"),
+    header("planner", "the card's limit of shared memory is not looked at",
+           "if (plan->shared_bytes > limit) {", "if (0) {"),
+    header("planner", "a scale of 0 is fine", "if (value > 0.0f && value <= FLT_MAX) {",
+           "if (value >= 0.0f && value <= FLT_MAX) {"),
+    header("planner", "pitch of any alignment", "page_pitch_bytes < least || page_pitch_bytes % KMLA_I_RECORD_ALIGNMENT != 0)",
+           "page_pitch_bytes < least)"),
+    header("planner", "the page behind the last is fine", "page < 0 || (uint64_t)page >= d->kv_pages)",
+           "page < 0 || (uint64_t)page > d->kv_pages)"),
+
+    # ---- the host reader
+    header("host", "totals are not rescaled", "    sums->total *= rescale;\n", ""),
+    header("host", "the token behind a row's last", "token >= vectors[i].end)",
+           "token > vectors[i].end)"),
+    header("host", "slot -1 is read", "page = slot < 0 ? -1 : slot / shape->page_tokens;",
+           "page = slot / shape->page_tokens;"),
+    header("host", "32-bit offset into the pool", "page * (int64_t)args->page_pitch_bytes +",
+           "(int32_t)((uint32_t)page * (uint32_t)args->page_pitch_bytes) +"),
+    header("host", "a payload of weight 0 is read",
+           "        if (weight == 0.0f) {\n            continue;\n        }\n", ""),
+    header("host", "BF16 by cutting off", "bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);", "bits) >> 16);"),
+    header("host", "E4M3 ties away from even", "magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);",
+           "magnitude + 0x80000u;"),
+    header("host", "scale of a query is not rounded up", "(bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);",
+           "bits >> 23;"),
+    header("host", "lse in base 2", "maximum + logf(total));", "(maximum + logf(total)) * 1.442695f);"),
+    header("host", "chunk sums in the order of splits only", "    if (chunk->maximum > all->maximum) {",
+           "    if (0) {"),
+]

@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Puts small faults into the device source and the planner, one at a time, and says which of them
+the tests catch.
+
+    tests/mutations/run.py [--only SUBSTRING] [--jobs 2] [--list]
+
+The faults are in faults.py. Each is applied to its own copy of the tree, in a temporary folder; the
+tree itself is only read. Of the tests that should see it the quickest come first, and the first that
+fails ends it. Exit code 1 if a fault survives, if its old text is not found exactly once, if it does
+not compile, or if the tests fail without any fault.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from faults import FAULTS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MARKERS = ("// >>device source begin", "// >>device source end")  # of the header
+TIMEOUT_S = 400  # a fault may make a kernel wait for ever
+CARDS = sorted({fault.card for fault in FAULTS})
+
+
+def say(line):
+    print(line, flush=True)
+
+
+# ---- the tree
+
+def copy_tree(to):
+    """What the tests are made of, without what was built from it."""
+    for part in ("kimi_mla.h", "tools", "tests"):
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, to / part, ignore=shutil.ignore_patterns("build", "__pycache__"))
+        else:
+            shutil.copy(source, to / part)
+
+
+def mutable_part(text, file):
+    """The header's device source comes from tools/device: no fault is looked for there."""
+    if file != "kimi_mla.h":
+        return text
+    begin, end = (text.index(marker) for marker in MARKERS)
+    return text[:begin] + text[end:]
+
+
+def path_of(fault, tree):
+    return tree / (fault.file if fault.file == "kimi_mla.h" else f"tools/device/{fault.file}")
+
+
+def occurrences(fault):
+    text = path_of(fault, ROOT).read_text()
+    return mutable_part(text, fault.file).count(fault.old)
+
+
+def apply(fault, tree):
+    path = path_of(fault, tree)
+    text = path.read_text()
+    head = text.index(MARKERS[1]) if fault.file == "kimi_mla.h" else 0
+    # Once in the part before or behind the device source, so a replacement by position.
+    at = text.find(fault.old)
+    if fault.file == "kimi_mla.h" and text.index(MARKERS[0]) < at < head:
+        at = text.find(fault.old, head)
+    path.write_text(text[:at] + fault.new + text[at + len(fault.old):])
+
+
+# ---- tests: each builds itself in a tree, then runs
+
+@dataclasses.dataclass
+class Test:
+    name: str
+    build: str  # shell commands, in the tree's tests/
+    run: str
+
+
+PLAIN = "gcc -std=gnu99 -I.. -w"
+DECODE_FUZZ = "clang -std=gnu99 -O1 -w -I../.. -fsanitize=fuzzer,address,undefined " \
+              "-fno-sanitize-recover=all"
+
+
+def tests_of(suite, card, base):
+    library = f"{base}/tests/emulator/build/libcuda_emulated_{card}.so"
+    planning = Test("test_planning", f"{PLAIN} -O0 test_planning.c -o t1 -lcmocka -lm -ldl", "./t1")
+    host = Test("test_host", f"{PLAIN} -O2 test_host.c -o t2 -lcmocka -lm -ldl", "./t2")
+    fuzz = Test("fuzz planning", f"cd fuzz && {DECODE_FUZZ} planning.c -o t3 -lm",
+                "cd fuzz && ./t3 -seed=1 -runs=300000 -max_len=128 corpus/planning")
+    sanitize = "-fsanitize=address,undefined -fno-sanitize-recover=all" \
+        if card.endswith("sanitized") else ""
+    random = Test("random_decode", f"{PLAIN} {sanitize} -O1 emulator/random_decode.c -o t4 -lm -ldl",
+                  f"./t4 --library {library} --cases 60")
+    device = Test("device_test", f"{PLAIN} {sanitize} -O1 device.c -o t5 -lm -ldl -lpthread",
+                  f"./t5 --library {library} --quick")
+    on_host = Test("device_test --host", f"{PLAIN} -O2 device.c -o t5 -lm -ldl -lpthread",
+                   "./t5 --host --quick")
+    return {"planner": [planning, fuzz, host], "host": [host, on_host],
+            "device": [random, device]}[suite]
+
+
+class DoesNotCompile(Exception):
+    pass
+
+
+def shell(command, cwd):
+    try:
+        done = subprocess.run(command, shell=True, cwd=cwd, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=TIMEOUT_S, errors="replace")
+        return done.returncode, done.stdout
+    except subprocess.TimeoutExpired:
+        return 124, "no end"
+
+
+def embed(tree, base):
+    code, output = shell(f"{base}/embed kimi_mla.h tools/device", tree)
+    if code != 0:
+        raise DoesNotCompile(output)
+
+
+def passes(test, tree):
+    code, output = shell(test.build, tree / "tests")
+    if code != 0:
+        raise DoesNotCompile(output)
+    code, output = shell(test.run, tree / "tests")
+    if "KMLA_ERROR_COMPILE" in output or "NVRTC_ERROR_COMPILATION" in output:
+        raise DoesNotCompile(output)
+    return code == 0, output
+
+
+# ---- without a fault: shared by all
+
+def build_base(base):
+    copy_tree(base)
+    code, output = shell(f"gcc -O1 tools/embed.c -o {base}/embed", base)
+    for card in CARDS:
+        if code == 0:
+            code, output = shell(f"make build/libcuda_emulated_{card}.so", base / "tests/emulator")
+    if code != 0:
+        sys.exit(f"mutations: cannot build the tests:\n{output}")
+    embed(base, base)
+
+
+def check_base(base, jobs, faults):
+    """The suites that the faults will meet, on the tree as it is."""
+    met = {}
+    for fault in faults:
+        for test in tests_of(fault.suite, fault.card, base):
+            met[test.name, test.run] = test
+    for test in met.values():
+        code, output = shell(test.build, base / "tests")
+        if code != 0:
+            sys.exit(f"mutations: {test.name} does not compile:\n{output}")
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for test, (code, output) in zip(met.values(),
+                                        pool.map(lambda t: shell(t.run, base / "tests"),
+                                                 met.values())):
+            if code != 0:
+                sys.exit(f"mutations: {test.name} fails without any fault:\n{output[-3000:]}")
+
+
+# ---- one fault
+
+def try_fault(fault, base, folder):
+    """Returns "caught" or what is wrong, and a line about it."""
+    begin = time.monotonic()
+    tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
+    where = f"{fault.what} [{fault.file}]"
+    try:
+        copy_tree(tree)
+        apply(fault, tree)
+        embed(tree, base)
+        for test in tests_of(fault.suite, fault.card, base):
+            passed, _ = passes(test, tree)
+            if not passed:
+                seconds = time.monotonic() - begin
+                return "caught", f"caught by {test.name} in {seconds:.0f} s: {where}"
+        return "survived", f"SURVIVED: {where}"
+    except DoesNotCompile as error:
+        return "broken", f"DOES NOT COMPILE: {where}\n{str(error)[-1500:]}"
+    finally:
+        shutil.rmtree(tree, ignore_errors=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    faults = [f for f in FAULTS if options.only in f"{f.what} {f.file} {f.suite}"]
+    lost = [f"{occurrences(f)} times, not once: {f.what} [{f.file}]: {f.old!r}"
+            for f in faults if occurrences(f) != 1]
+    if lost or not faults:
+        say("\n".join(lost or ["mutations: no fault of that name"]))
+        return 1
+    if options.list:
+        say("\n".join(f"{f.file}: {f.what}" for f in faults))
+        return 0
+    begin = time.monotonic()
+    counts = {"caught": 0, "survived": 0, "broken": 0}
+    with tempfile.TemporaryDirectory(prefix="kmla_mutations_") as folder:
+        base = pathlib.Path(folder) / "base"
+        base.mkdir()
+        build_base(base)
+        check_base(base, options.jobs, faults)
+        say(f"the tests pass without a fault ({time.monotonic() - begin:.0f} s)")
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            runs = [pool.submit(try_fault, fault, base, folder) for fault in faults]
+            for run in concurrent.futures.as_completed(runs):
+                verdict, line = run.result()
+                counts[verdict] += 1
+                say(line)
+    minutes = (time.monotonic() - begin) / 60
+    say(f"mutations: {len(faults)} faults, {counts['caught']} caught, {counts['survived']} survived, "
+        f"{counts['broken']} do not compile ({minutes:.1f} min)")
+    return 0 if counts["caught"] == len(faults) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
