@@ -738,6 +738,9 @@ EXPORT nvrtcResult nvrtcCompileProgram(program* what, int count, const char* con
         std::string option = options[i];
         if (option.compare(0, architecture.size(), architecture) == 0) {
             arch = atoi(option.c_str() + architecture.size());
+            if (option.back() == 'a') {
+                defines += " -DKMLA_ARCH_SPECIFIC";
+            }
         } else if (option.compare(0, 2, "-D") == 0) {
             defines += " '" + option + "'";
         }

@@ -8,10 +8,14 @@ typedef int int32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
-// KMLA_ARCH comes from the command line.
+// From the command line: KMLA_ARCH, and KMLA_ARCH_SPECIFIC for sm_90a and its like.
 #define KMLA_HAS_E4M3_CONVERT (KMLA_ARCH >= 89)
 #define KMLA_HAS_BULK_COPY (KMLA_ARCH >= 90)
-#define KMLA_HAS_WGMMA (KMLA_ARCH == 90)
+#if KMLA_ARCH == 90 && defined(KMLA_ARCH_SPECIFIC)
+#define KMLA_HAS_WGMMA 1
+#else
+#define KMLA_HAS_WGMMA 0
+#endif
 
 #define KMLA_DEVICE static inline __attribute__((unused))
 static const emulator::kernel* kernels; // of this file, last first

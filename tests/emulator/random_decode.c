@@ -65,10 +65,16 @@ static int32_t one_of(ref_random* random, const int32_t* values, int count) {
     return values[ref_below(random, count)];
 }
 
+// A tile of the reader that the shape will get.
+static int32_t random_tile(ref_random* random, const kmla_device* device, const kmla_shape* shape) {
+    static const int32_t tiles[] = {0, 8, 16, 32}, hopper_tiles[] = {0, 8, 16, 24, 32, 40};
+    int hopper = device->compute_major == 9 && shape->kv_format != KMLA_KV_BF16 && !shape->reader;
+    return hopper ? one_of(random, hopper_tiles, 6) : one_of(random, tiles, 4);
+}
+
 // Mostly few of everything: odd counts and edges are where mistakes live.
-static void random_shape(ref_random* random, kmla_shape* shape) {
+static void random_shape(ref_random* random, const kmla_device* device, kmla_shape* shape) {
     static const int32_t pages[] = {1, 4, 7, 16, 32, 64, 64, 96, 128};
-    static const int32_t tiles[] = {0, 8, 16, 32};
     memset(shape, 0, sizeof *shape);
     shape->requests = 1 + ref_below(random, 3);
     shape->rows_per_request = 1 + ref_below(random, 4);
@@ -84,7 +90,8 @@ static void random_shape(ref_random* random, kmla_shape* shape) {
     shape->split_mode = ref_below(random, 2);
     shape->single_split_chunks = ref_below(random, 2) ? 0 : ref_below(random, 4);
     shape->partial_type = ref_below(random, 2);
-    shape->tile = one_of(random, tiles, 4);
+    shape->reader = ref_below(random, 3) ? 0 : KMLA_READER_PORTABLE;
+    shape->tile = random_tile(random, device, shape);
     shape->slot_list = ref_below(random, 4) == 0;
     shape->lengths.window_tokens = ref_below(random, 3) ? 0 : 1 + ref_below(random, 200);
     if (!shape->slot_list) {
@@ -141,14 +148,15 @@ static void judge(const ref_case* c) {
     }
 }
 
-static void test_decode(const card* card, ref_random* random) {
+// Returns the reader.
+static int32_t test_decode(const card* card, ref_random* random) {
     int32_t lengths[128], offsets[4] = {0};
     char text[512];
     ref_case c;
     kmla_error error;
     uint8_t *out, *lse;
     memset(&c, 0, sizeof c);
-    random_shape(random, &c.shape);
+    random_shape(random, &card->device, &c.shape);
     for (int32_t i = 0; i < c.shape.requests; ++i) {
         offsets[i + 1] =
             offsets[i] + (c.shape.ragged ? ref_below(random, c.shape.rows_per_request + 1)
@@ -167,12 +175,13 @@ static void test_decode(const card* card, ref_random* random) {
     c.out_type = ref_below(random, 2);
     c.hole_share = ref_below(random, 4) ? 0 : 0.1;
     snprintf(text, sizeof text,
-             "kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, pages of "
+             "reader %d, kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, "
+             "pages of "
              "%d, capacity %d, %d splits (mode %d, single %d, partials %d), slot list %d, ragged "
              "%d, lengths %d/%d, window %d, rank %d of %d by %d, first length %d",
-             c.shape.kv_format, c.shape.query_format, c.shape.mode, c.shape.tile, c.shape.requests,
-             c.shape.rows_per_request, c.shape.rows, c.shape.heads, c.shape.page_tokens,
-             (int)c.shape.capacity_tokens, c.shape.splits, c.shape.split_mode,
+             c.shape.reader, c.shape.kv_format, c.shape.query_format, c.shape.mode, c.shape.tile,
+             c.shape.requests, c.shape.rows_per_request, c.shape.rows, c.shape.heads,
+             c.shape.page_tokens, (int)c.shape.capacity_tokens, c.shape.splits, c.shape.split_mode,
              c.shape.single_split_chunks, c.shape.partial_type, c.shape.slot_list, c.shape.ragged,
              c.shape.lengths.lengths_kind, c.shape.lengths.rows_kind, c.shape.lengths.window_tokens,
              c.shape.lengths.dcp.rank, c.shape.lengths.dcp.ranks, c.shape.lengths.dcp.interleave,
@@ -195,7 +204,9 @@ static void test_decode(const card* card, ref_random* random) {
     }
     free(out);
     free(lse);
+    int32_t reader = c.plan.reader;
     ref_free(&c);
+    return reader;
 }
 
 // =============================================================================
@@ -370,7 +381,7 @@ static void test_combine(const card* card, ref_random* random) {
 
 int main(int argc, char** argv) {
     const char* path = NULL;
-    int cases = 100;
+    int cases = 100, decodes[3] = {0}; // by reader
     ref_random random = {1};
     card card;
     current = "start";
@@ -393,7 +404,7 @@ int main(int argc, char** argv) {
         test_write_kv(&card, &random);
         test_write_query(&card, &random);
         test_combine(&card, &random);
-        test_decode(&card, &random);
+        ++decodes[test_decode(&card, &random)];
     }
     kmla_gpu_close(card.gpu);
 #ifdef __SANITIZE_ADDRESS__
@@ -401,7 +412,9 @@ int main(int argc, char** argv) {
 #else
     const char* how = "";
 #endif
-    printf("emulated sm_%d%d: %d cases (random decodes, writers and combines%s)\n",
-           card.device.compute_major, card.device.compute_minor, 4 * cases, how);
+    printf("emulated sm_%d%d: %d cases (random decodes, %d by the portable reader and %d by the "
+           "Hopper reader, writers and combines%s)\n",
+           card.device.compute_major, card.device.compute_minor, 4 * cases,
+           decodes[KMLA_READER_PORTABLE], decodes[KMLA_READER_HOPPER], how);
     return 0;
 }

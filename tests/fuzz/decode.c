@@ -2,7 +2,7 @@
 // run by the emulator, against the host reader. The input's bytes choose shape, lengths, tables and
 // the seed of the numbers; then some change records, to NaN and to uneven scales.
 //
-//     build/decode --library=../emulator/build/libcuda_emulated_sm120.so FILE
+//     build/decode --library=../emulator/build/libcuda_emulated_sm90.so FILE
 //
 // runs one input again, e.g. build/decode-crash-...; it prints the case first. Without --library
 // only the host reader runs. `make fuzz TIME=600` looks for new ones.
@@ -105,14 +105,14 @@ static void any_case(fuzz_bytes* in, ref_case* c, int32_t* lengths, int32_t* off
 static void print_case(const ref_case* c) {
     const kmla_shape* s = &c->plan.shape;
     fprintf(stderr,
-            "reader %d, kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, pages of %d, "
-            "capacity %d, %d splits (mode %d, single %d, partials %d), slot list %d, ragged %d, "
-            "lengths %d/%d, window %d, rank %d of %d by %d, first length %d, sigma %g, out %d, "
-            "holes %g, seed %d\n",
+            "reader %d, kv %d, query %d, mode %d, tile %d, %d requests of %d rows (%d), %d heads, "
+            "pages of %d, capacity %d, %d splits (mode %d, single %d, partials %d), slot list %d, "
+            "ragged %d, lengths %d/%d, window %d, rank %d of %d by %d, first length %d, sigma %g, "
+            "out %d, holes %g, seed %d\n",
             c->plan.reader, s->kv_format, s->query_format, s->mode, s->tile, s->requests,
-            s->rows_per_request, s->rows, s->heads, s->page_tokens, (int)s->capacity_tokens, s->splits, s->split_mode,
-            s->single_split_chunks, s->partial_type, s->slot_list, s->ragged,
-            s->lengths.lengths_kind, s->lengths.rows_kind, s->lengths.window_tokens,
+            s->rows_per_request, s->rows, s->heads, s->page_tokens, (int)s->capacity_tokens,
+            s->splits, s->split_mode, s->single_split_chunks, s->partial_type, s->slot_list,
+            s->ragged, s->lengths.lengths_kind, s->lengths.rows_kind, s->lengths.window_tokens,
             s->lengths.dcp.rank, s->lengths.dcp.ranks, s->lengths.dcp.interleave, c->lengths[0],
             c->logit_sigma, c->out_type, c->hole_share, (int)c->seed);
 }

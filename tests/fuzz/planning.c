@@ -57,8 +57,10 @@ static float any_float(fuzz_bytes* in) {
 
 static kmla_dcp any_dcp(fuzz_bytes* in) {
     kmla_dcp dcp = {any_int(in), 0, any_int(in)};
-    dcp.rank = dcp.ranks > 0 && !fuzz_chance(in, 16) ? (int32_t)(fuzz_word(in, 4) % (uint32_t)dcp.ranks)
-                                                     : any_int(in);
+    dcp.rank = any_int(in);
+    if (dcp.ranks > 0 && !fuzz_chance(in, 16)) {
+        dcp.rank = (int32_t)((uint32_t)dcp.rank % (uint32_t)dcp.ranks);
+    }
     return dcp;
 }
 

@@ -19,6 +19,10 @@ def reader(what, old, new, card="sm120"):
     return Fault(what, "reader.cuh", old, new, "device", card)
 
 
+def hopper(what, old, new):
+    return Fault(what, "hopper.cuh", old, new, "device", "sm90")
+
+
 def tile(what, old, new):
     return Fault(what, "tile.cuh", old, new, "device")
 
@@ -144,6 +148,54 @@ FAULTS = [
     reader("the next step is copied into the stage in use", "ahead = step + kStages - 1;",
            "ahead = step + kStages;"),
 
+    # ---- the Hopper reader
+    hopper("accumulators are not rescaled", "                s.out[m][4 * j + i] *= factor;\n", ""),
+    hopper("sums are not rescaled", "            s.sum[j][i] *= sum_factors()[n];\n", ""),
+    hopper("weights of old references are kept",
+           "        store_weights(s, score, exponent, sum);\n        fence_async_reads();\n"
+           "        sync_block();\n", ""),
+    hopper("a scale of another group", "scales[i / 2 % 2][g];", "scales[i / 2 % 2][g ^ 1];"),
+    hopper("scale ratios are dropped", "kPacked ? multiply_f16x2(pair[i], ratio) : pair[i];",
+           "pair[i];"),
+    hopper("no mask at the end of a row", "token + 8 >= range.begin && token + 8 < range.end &&",
+           "token + 8 >= range.begin &&"),
+    hopper("a hole of the table counts as a token", "(mask >> 8 & 1);", "true;"),
+    hopper("NaN codes of unseen tokens reach the output",
+           "masked ? minimum_f16x2(value, largest) : value;", "value;"),
+    hopper("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
+    hopper("a whole step is masked too little", "bounds().full_end - first) / kStep;",
+           "bounds().full_end - first + kStep - 1) / kStep;"),
+    hopper("sums of the first warp only", "for (int w = 0; w < kWarps; w++) {\n            sum +=",
+           "for (int w = 0; w < 1; w++) {\n            sum +="),
+    hopper("no wait for a step's copies", "        copy_async_wait<0>();\n", ""),
+    hopper("no wait for a step's bulk copies",
+           "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n", ""),
+    hopper("no wait for a group's scores",
+           "        wgmma_wait<0>();\n        for (int i", "        for (int i"),
+    hopper("no wait for rope's scores", "    wgmma_wait<0>();\n}\n\n// scales:",
+           "}\n\n// scales:"),
+    hopper("values are loaded over those in flight", "        wgmma_wait<1>();", "        "),
+    hopper("no wait for the last values", "    wgmma_wait<0>();\n}\n\n// ---- the block",
+           "}\n\n// ---- the block"),
+    hopper("no fence between weights and their matrix reads",
+           "    bool grown = store_weights(s, score, exponent, sum);\n    fence_async_reads();\n",
+           "    bool grown = store_weights(s, score, exponent, sum);\n"),
+    hopper("no fence behind the query", "    fence_async_reads();\n}", "}"),
+    hopper("no barrier at the begin of a step",
+           "        sync_block(); // this step is here for all", "        //"),
+    hopper("no barrier between weights and PV", "sync_block_or(grown)", "ballot(grown)"),
+    hopper("no barrier between maxima and references",
+           "    store_tops(s, score, exponent, false);\n    sync_block();",
+           "    store_tops(s, score, exponent, false);"),
+    hopper("no barrier between maxima with exponents and references",
+           "    store_tops(s, score, exponent, true);\n    sync_block();",
+           "    store_tops(s, score, exponent, true);"),
+    hopper("no barrier after the ranges", "    sync_block();\n    read_tokens(", "    read_tokens("),
+    hopper("no barrier before results are stored", "    sync_block();\n    store_results(",
+           "    store_results("),
+    hopper("no barrier between the sums of warps", "    sync_block();\n    int n = thread_index();",
+           "    int n = thread_index();"),
+
     # ---- formats
     records("E4M3 does not saturate", "if (magnitude > float_bits(448.0f)) {", "if (false) {"),
     records("E4M3 subnormals are cut off, not rounded", "bits_float(magnitude) * 512.0f +",
@@ -204,7 +256,7 @@ FAULTS = [
     header("planner", "a workspace one byte short is fine", "args->workspace_bytes < need)",
            "args->workspace_bytes + 1 < need)"),
     header("planner", "the card's limit of shared memory is not looked at",
-           "if (plan->shared_bytes > limit) {", "if (0) {"),
+           "if (tried.shared_bytes > plan->device.shared_bytes) {", "if (0) {"),
     header("planner", "a scale of 0 is fine", "if (value > 0.0f && value <= FLT_MAX) {",
            "if (value >= 0.0f && value <= FLT_MAX) {"),
     header("planner", "pitch of any alignment", "page_pitch_bytes < least || page_pitch_bytes % KMLA_I_RECORD_ALIGNMENT != 0)",

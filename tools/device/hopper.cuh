@@ -14,6 +14,8 @@
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
 constexpr int kRopeSteps = KMLA_ROPE_DIMS / 16;
+constexpr int kBatchSteps = 4; // of QK: converted while the batch before is multiplied
+constexpr int kBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS;    // of one bulk copy: they lie in one page
 constexpr int kRuns = kStep / kRunTokens;
 
@@ -93,12 +95,16 @@ KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t recor
     }
 }
 
-// Largest magnitude; the 8 lanes of a vector agree.
-KMLA_DEVICE float query_amax(const uint32_t (&pair)[8], float amax) {
+KMLA_DEVICE float lane_amax(const uint32_t (&pair)[8], float amax) {
     for (int i = 0; i < 8; i++) {
         uint32_t magnitude = pair[i] & 0x7FFF7FFFu;
         amax = maximum(amax, maximum(bf16_low(magnitude), bf16_high(magnitude)));
     }
+    return amax;
+}
+
+// Over the 8 lanes of a vector.
+KMLA_DEVICE float vector_amax(float amax) {
     amax = maximum(amax, shuffle_xor(amax, 1));
     amax = maximum(amax, shuffle_xor(amax, 2));
     return maximum(amax, shuffle_xor(amax, 4));
@@ -106,7 +112,7 @@ KMLA_DEVICE float query_amax(const uint32_t (&pair)[8], float amax) {
 
 // What the packed query writer would store of the lane's dims of a group, read back.
 KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
-    float amax = query_amax(pair, 0);
+    float amax = vector_amax(lane_amax(pair, 0));
     const float largest = bits_float(0x7F7FFFFFu);
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
@@ -116,53 +122,84 @@ KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
     }
 }
 
-// Stages one vector, normalised as in the portable reader. Of 16 dims k order is 0 1 4 5 8 9 12 13,
-// 2 3 6 7 ..: that of A fragments read as 4-byte words.
+constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane
+
+// One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1
+// 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.
+KMLA_DEVICE void store_query_block(int n, int block, const uint32_t (&pair)[8], float factor) {
+    bool to_f16 = kE4m3 || block < KMLA_LATENT_DIMS / 16; // packed rope is BF16, like its KV
+    uint32_t out[8];
+    for (int w = 0; w < 8; w++) {
+        float low = bf16_low(pair[w]) * factor, high = bf16_high(pair[w]) * factor;
+        out[w] = to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
+    }
+    uint8_t* rows = query_block(block / 4);
+    *(word4*)swizzled(rows, n, block % 4 * 2) = word4{out[0], out[2], out[4], out[6]};
+    *(word4*)swizzled(rows, n, block % 4 * 2 + 1) = word4{out[1], out[3], out[5], out[7]};
+}
+
+// A lane's part i of a vector: loaded, and in e4m3 mode rounded.
+KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,
+                                 int part, uint32_t (&pair)[8]) {
+    int block = 8 * i + part;
+    for (int w = 0; w < 8; w++) {
+        pair[w] = 0;
+    }
+    if (exists && block < KMLA_QUERY_DIMS / 16) {
+        load_query_block(args, record, block, pair);
+    }
+    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {
+        round_to_packed(pair);
+    }
+}
+
 KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state& s, int n) {
-    const int iterations = (KMLA_QUERY_DIMS / 16 + 7) / 8;
     int vector = s.first_vector + n, part = s.lane % 8;
-    bool exists = n < kTile && vector < s.vectors;
+    bool exists = vector < s.vectors;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
-    uint32_t pair[iterations][8];
-    float amax = 0;
+    float amax = 0, factor;
+    uint32_t kept[kQueryParts][8];
+    bool plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;
+    if (plain) { // the usual case: all loads at once
 #pragma unroll
-    for (int i = 0; i < iterations; i++) {
-        int block = 8 * i + part;
-        if (exists && block < KMLA_QUERY_DIMS / 16) {
-            load_query_block(args, record, block, pair[i]);
-        } else {
+        for (int i = 0; i < kQueryParts; i++) {
+            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;
+            load_bf16(inside ? record + 32 * (8 * i + part) : args.query, kept[i]);
             for (int w = 0; w < 8; w++) {
-                pair[i][w] = 0;
+                kept[i][w] = inside ? kept[i][w] : 0;
             }
         }
-    }
 #pragma unroll
-    for (int i = 0; i < iterations; i++) {
-        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {
-            round_to_packed(pair[i]);
+        for (int i = 0; i < kQueryParts; i++) {
+            amax = lane_amax(kept[i], amax);
         }
-        amax = query_amax(pair[i], amax);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < kQueryParts; i++) {
+            uint32_t pair[8];
+            load_query_part(args, record, exists, i, part, pair);
+            amax = lane_amax(pair, amax);
+        }
     }
+    amax = vector_amax(amax);
     int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
-    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
-    if (n >= kTile) {
-        return;
-    }
+    factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
+    if (plain) {
 #pragma unroll
-    for (int i = 0; i < iterations; i++) {
-        int block = 8 * i + part;
-        bool to_f16 = kE4m3 || i < kGroups; // packed rope is BF16, like its KV
-        for (int w = 0; w < 8; w++) {
-            float low = bf16_low(pair[i][w]) * factor, high = bf16_high(pair[i][w]) * factor;
-            pair[i][w] = to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
+        for (int i = 0; i < kQueryParts; i++) {
+            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, 8 * i + part, kept[i], factor);
+            }
         }
-        if (block < KMLA_QUERY_DIMS / 16) {
-            uint8_t* rows = query_block(block / 4);
-            *(word4*)swizzled(rows, n, block % 4 * 2) =
-                word4{pair[i][0], pair[i][2], pair[i][4], pair[i][6]};
-            *(word4*)swizzled(rows, n, block % 4 * 2 + 1) =
-                word4{pair[i][1], pair[i][3], pair[i][5], pair[i][7]};
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < kQueryParts; i++) {
+            uint32_t pair[8];
+            load_query_part(args, record, exists, i, part, pair);
+            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, 8 * i + part, pair, factor);
+            }
         }
     }
     if (part == 0) {
@@ -174,7 +211,7 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state
 
 KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const reader_state& s) {
 #pragma unroll 1
-    for (int n = thread_index() / 8; n < (kTile + 3) / 4 * 4; n += KMLA_I_READER_THREADS / 8) {
+    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_READER_THREADS / 8) {
         stage_vector(args, s, n);
     }
     fence_async_reads();
@@ -266,11 +303,16 @@ KMLA_DEVICE uint64_t query_descriptor(int block, int k) {
     return matrix_descriptor(query_block(0)) + (uint64_t)(block * kTile * 128 / 16 + k % 4 * 2);
 }
 
-KMLA_DEVICE void load_codes(const uint8_t* record, uint32_t (&raw)[kGroupSteps][2]) {
+// Raw words of a batch of k16 steps: of the thread's two tokens.
+typedef uint32_t raw_batch[kBatchSteps][2];
+typedef uint32_t fragment_batch[kBatchSteps][4];
+
+KMLA_DEVICE void load_codes(const uint8_t* record, int batch, raw_batch& raw) {
 #pragma unroll
-    for (int k = 0; k < kGroupSteps; k++) {
-        raw[k][0] = *(const uint32_t*)(record + 16 * k);
-        raw[k][1] = *(const uint32_t*)(record + 16 * k + 8 * kPitch);
+    for (int k = 0; k < kBatchSteps; k++) {
+        const uint8_t* at = record + 16 * (batch * kBatchSteps + k);
+        raw[k][0] = *(const uint32_t*)at;
+        raw[k][1] = *(const uint32_t*)(at + 8 * kPitch);
     }
 }
 
@@ -309,37 +351,51 @@ KMLA_DEVICE void multiply_rope(const uint8_t* record, int column, accumulators& 
     wgmma_wait<0>();
 }
 
+KMLA_DEVICE void codes_to_fragments(const raw_batch& raw, fragment_batch& a) {
+#pragma unroll
+    for (int k = 0; k < kBatchSteps; k++) {
+        codes_to_fragment(raw[k], a[k]);
+    }
+}
+
 // scales: of the thread's two tokens by group.
 KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage,
                                const float (&scales)[2][kGroups], accumulators& score) {
+    const int per_group = kBatches / kGroups;
     const uint8_t* record = stage + (s.tokens + s.row_in_quad) * kPitch;
     accumulators sum_of_group;
-    uint32_t raw[kGroupSteps][2], a[kGroupSteps][4];
-    load_codes(record + 4 * s.column, raw);
+    raw_batch raw;
+    fragment_batch a[2];
+    load_codes(record + 4 * s.column, 0, raw);
+    codes_to_fragments(raw, a[0]);
+    load_codes(record + 4 * s.column, 1, raw);
 #pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-#pragma unroll
-        for (int k = 0; k < kGroupSteps; k++) {
-            codes_to_fragment(raw[k], a[k]);
-        }
+    for (int batch = 0; batch < kBatches; batch++) {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kGroupSteps; k++) {
-            uint64_t b = query_descriptor(2 * g + k / 4, k);
+        for (int k = 0; k < kBatchSteps; k++) {
+            uint64_t b = query_descriptor(batch, k);
             if (kPacked) {
-                wgmma_f16(sum_of_group, a[k], b, k > 0);
+                wgmma_f16(sum_of_group, a[batch % 2][k], b, batch % per_group + k > 0);
             } else {
-                wgmma_f16(score, a[k], b, g + k > 0);
+                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);
             }
         }
         wgmma_commit();
-        if (g + 1 < kGroups) {
-            load_codes(record + 4 * s.column + (g + 1) * KMLA_GROUP_DIMS, raw);
+        if (batch + 1 < kBatches) {
+            wgmma_wait<1>(); // the batch before is done with its registers
+            codes_to_fragments(raw, a[(batch + 1) % 2]);
         }
-        wgmma_wait<0>();
-        for (int i = 0; i < kColumns * 4 && kPacked; i++) {
-            float scaled = sum_of_group[i] * scales[i / 2 % 2][g];
-            score[i] = g == 0 ? scaled : score[i] + scaled;
+        if (batch + 2 < kBatches) {
+            load_codes(record + 4 * s.column, batch + 2, raw);
+        }
+        if (kPacked && batch % per_group == per_group - 1) {
+            int g = batch / per_group;
+            wgmma_wait<0>();
+            for (int i = 0; i < kColumns * 4; i++) {
+                float scaled = sum_of_group[i] * scales[i / 2 % 2][g];
+                score[i] = g == 0 ? scaled : score[i] + scaled;
+            }
         }
     }
     multiply_rope(record, s.column, score);
@@ -519,11 +575,15 @@ KMLA_DEVICE void rescale(reader_state& s) {
     }
 }
 
-KMLA_DEVICE void softmax_step(reader_state& s, const accumulators& score,
+// `first`: there are no references yet.
+KMLA_DEVICE void softmax_step(reader_state& s, bool first, const accumulators& score,
                               const float (&exponent)[2]) {
     float sum[kColumns][2];
-    bool grown = store_weights(s, score, exponent, sum);
-    fence_async_reads();
+    bool grown = first;
+    if (!first) {
+        grown = store_weights(s, score, exponent, sum);
+        fence_async_reads();
+    }
     if (sync_block_or(grown)) {
         raise_references(s, score, exponent);
         rescale(s);
@@ -539,12 +599,19 @@ KMLA_DEVICE void softmax_step(reader_state& s, const accumulators& score,
 
 // ---- PV
 
-// V^T fragments of a k16 step, as in the portable reader, times the tokens' ratios.
+// Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.
+KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {
+    token[0] = *(const word2*)at;
+    token[1] = *(const word2*)(at + kPitch);
+    token[2] = *(const word2*)(at + 8 * kPitch);
+    token[3] = *(const word2*)(at + 9 * kPitch);
+}
+
+// To V^T fragments, as in the portable reader, times the tokens' ratios.
 template <bool masked>
-KMLA_DEVICE void load_values(const uint8_t* at, const uint32_t* ratios, uint32_t (&a)[4][4]) {
+KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ratios,
+                                     uint32_t (&a)[4][4]) {
     const uint32_t largest = 0x7BFF7BFFu; // 65504
-    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),
-                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         word2 even = token[2 * half], odd = token[2 * half + 1];
@@ -564,14 +631,21 @@ KMLA_DEVICE void load_values(const uint8_t* at, const uint32_t* ratios, uint32_t
     }
 }
 
-template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
+// The first `steps` k16 steps of tokens.
+template <bool masked>
+KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, int steps) {
     const uint8_t* records = stage + 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad;
     const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;
     uint64_t b = matrix_descriptor(weight_block(0));
+    word2 token[4];
     uint32_t a[2][4][4];
-#pragma unroll
-    for (int k = 0; k < kStep / 16; k++) {
-        load_values<masked>(records + 16 * k * kPitch, ratios + 8 * k, a[k % 2]);
+    load_values(records, token);
+#pragma unroll 2
+    for (int k = 0; k < steps; k++) {
+        values_to_fragments<masked>(token, ratios + 8 * k, a[k % 2]);
+        if (k + 1 < steps) {
+            load_values(records + 16 * (k + 1) * kPitch, token);
+        }
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -586,16 +660,14 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
 
 // ---- the block
 
+// Softmax and PV.
 template <bool masked>
-KMLA_DEVICE void read_step(reader_state& s, int token, const uint8_t* stage,
-                           const warp_mask* masks) {
-    accumulators score;
-    float scales[2][kGroups], exponent[2];
-    load_scales(s, stage, scales, exponent);
-    multiply_keys(s, stage, scales, score);
+KMLA_DEVICE void weigh_values(reader_state& s, bool first, int token, int steps,
+                              const uint8_t* stage, const warp_mask* masks,
+                              const float (&exponent)[2], accumulators& score) {
     scale_scores<masked>(s, token, masks, score);
-    softmax_step(s, score, exponent);
-    multiply_values<masked>(s, stage);
+    softmax_step(s, first, score, exponent);
+    multiply_values<masked>(s, stage, steps);
 }
 
 KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
@@ -611,16 +683,31 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
     entry = start_copy(args, s, 0, first, entry);
     stage_query(args, s);
     for (int step = 0; step < steps; step++) {
+        const uint8_t* stage = stage_of(step);
         const warp_mask* masks = token_masks_of(step);
+        int token = first + step * kStep;
+        accumulators score;
+        float scales[2][kGroups], exponent[2];
         wait_for_copy(s, step);
         sync_block(); // this step is here for all, and all are done with the one before
+        load_scales(s, stage, scales, exponent);
+        // The second warpgroup's 64 tokens may all lie behind the end.
+        bool half_step = bounds().end - token <= kStep / 2;
+        if (half_step && s.half == 1) {
+            for (int i = 0; i < kColumns * 4; i++) {
+                score[i] = 0; // masked below
+            }
+        } else {
+            multiply_keys(s, stage, scales, score);
+        }
+        int value_steps = half_step ? kStep / 32 : kStep / 16;
         if (step + 1 < steps) {
-            entry = start_copy(args, s, step + 1, first + (step + 1) * kStep, entry);
+            entry = start_copy(args, s, step + 1, token + kStep, entry);
         }
         if (step >= full_begin && step < full_end && all_exist(masks)) {
-            read_step<false>(s, first + step * kStep, stage_of(step), masks);
+            weigh_values<false>(s, step == 0, token, value_steps, stage, masks, exponent, score);
         } else {
-            read_step<true>(s, first + step * kStep, stage_of(step), masks);
+            weigh_values<true>(s, step == 0, token, value_steps, stage, masks, exponent, score);
         }
     }
 }
