@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 from faults import FAULTS
@@ -143,39 +144,40 @@ def build_base(base):
     embed(base, base)
 
 
-def failing_in_base(base, jobs, faults):
-    """Runs what the faults will meet on the tree as it is: a test that fails there tells nothing.
-    Returns the commands of those, and says which they are."""
-    met = {}
-    for fault in faults:
-        for test in tests_of(fault.suite, fault.card, base):
-            met[test.run] = test
-    for test in met.values():
-        code, output = shell(test.build, base / "tests")
-        if code != 0:
-            sys.exit(f"mutations: {test.name} does not compile:\n{output}")
-    failing = set()
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for run, (code, output) in zip(met, pool.map(lambda run: shell(run, base / "tests"), met)):
-            if code != 0:
-                failing.add(run)
-                say(f"FAILS WITHOUT ANY FAULT, so it is not used: {run}\n{output[-600:]}")
-    return failing
+class Base:
+    """The tree as it is. What fails there, too, has not caught a fault; it is run when a test first
+    says that it has."""
+
+    def __init__(self, tree):
+        self.tree = tree
+        self.lock = threading.Lock()
+        self.verdicts = {}  # by command
+
+    def passes(self, test):
+        with self.lock:
+            if test.run not in self.verdicts:
+                self.verdicts[test.run] = passes(test, self.tree)
+                if not self.verdicts[test.run]:
+                    say(f"FAILS WITHOUT ANY FAULT, so it is not used: {test.name}: {test.run}")
+            return self.verdicts[test.run]
+
+    def all_pass(self):
+        return all(self.verdicts.values())
 
 
 # ---- one fault
 
-def try_fault(fault, base, folder, failing):
+def try_fault(fault, base, folder):
     """Returns "caught" or what is wrong, and a line about it."""
     begin = time.monotonic()
     tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
     where = f"{fault.what} [{fault.file}]"
     try:
-        copy_tree(base, tree)
+        copy_tree(base.tree, tree)
         apply(fault, tree)
-        embed(tree, base)
-        for test in tests_of(fault.suite, fault.card, base):
-            if test.run not in failing and not passes(test, tree):
+        embed(tree, base.tree)
+        for test in tests_of(fault.suite, fault.card, base.tree):
+            if not passes(test, tree) and base.passes(test):
                 seconds = time.monotonic() - begin
                 return "caught", f"caught by {test.name} in {seconds:.0f} s: {where}"
         return "survived", f"SURVIVED: {where}"
@@ -203,13 +205,12 @@ def main():
     begin = time.monotonic()
     counts = {"caught": 0, "survived": 0, "broken": 0}
     with tempfile.TemporaryDirectory(prefix="kmla_mutations_") as folder:
-        base = pathlib.Path(folder) / "base"
-        base.mkdir()
-        build_base(base)
-        failing = failing_in_base(base, options.jobs, faults)
-        say(f"the tests without a fault took {time.monotonic() - begin:.0f} s")
+        tree = pathlib.Path(folder) / "base"
+        tree.mkdir()
+        build_base(tree)
+        base = Base(tree)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            runs = [pool.submit(try_fault, fault, base, folder, failing) for fault in faults]
+            runs = [pool.submit(try_fault, fault, base, folder) for fault in faults]
             for run in concurrent.futures.as_completed(runs):
                 verdict, line = run.result()
                 counts[verdict] += 1
@@ -217,7 +218,7 @@ def main():
     minutes = (time.monotonic() - begin) / 60
     say(f"mutations: {len(faults)} faults, {counts['caught']} caught, {counts['survived']} survived, "
         f"{counts['broken']} do not compile ({minutes:.1f} min)")
-    return 0 if counts["caught"] == len(faults) and not failing else 1
+    return 0 if counts["caught"] == len(faults) and base.all_pass() else 1
 
 
 if __name__ == "__main__":

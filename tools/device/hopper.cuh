@@ -48,7 +48,8 @@ KMLA_DEVICE uint16_t* ratios_of(int group) {
     return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
 }
 KMLA_DEVICE float* tops_of(int warp) { return (float*)(shared_memory() + kTopsAt) + warp * kTile; }
-// Of each vector, log2 units: the scale of its scores; the references as in the portable reader.
+// Of each vector, log2 units: the scale of its scores; the references as in the portable reader, but
+// a vector that has seen no token yet has the lowest number, which every score outgrows.
 KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }
 KMLA_DEVICE float* sum_references() { return score_scales() + kTile; }
 KMLA_DEVICE float* weight_references() { return score_scales() + 2 * kTile; }
@@ -204,8 +205,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state
     }
     if (part == 0) {
         score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
-        sum_references()[n] = -infinity();
-        weight_references()[n] = kPacked ? -infinity() : 0;
+        sum_references()[n] = bits_float(0xFF7FFFFFu);
+        weight_references()[n] = kPacked ? bits_float(0xFF7FFFFFu) : 0;
     }
 }
 
@@ -435,57 +436,57 @@ KMLA_DEVICE void load_scales(const reader_state& s, const uint8_t* stage, float 
 
 // ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors
 
-KMLA_DEVICE float column_base(float reference) { return reference == -infinity() ? 0 : reference; }
-
-// Scores in log2 units; what a vector does not see is -inf.
-template <bool masked>
-KMLA_DEVICE void scale_scores(const reader_state& s, int first_token, const warp_mask* masks,
-                              accumulators& score) {
+// What a vector does not see has the score -inf.
+KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_mask* masks,
+                             accumulators& score) {
     int token = first_token + s.tokens + s.row_in_quad;
-    uint32_t mask = masked ? (uint32_t)masks[s.warp] >> s.row_in_quad : 0;
+    uint32_t mask = (uint32_t)masks[s.warp] >> s.row_in_quad;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i;
-            float scale = score_scales()[n];
-            score[4 * j + i] *= scale;
-            score[4 * j + 2 + i] *= scale;
-            if (masked) {
-                vector_range range = range_of(n);
-                bool low = token >= range.begin && token < range.end && (mask & 1);
-                bool high = token + 8 >= range.begin && token + 8 < range.end && (mask >> 8 & 1);
-                score[4 * j + i] = low ? score[4 * j + i] : -infinity();
-                score[4 * j + 2 + i] = high ? score[4 * j + 2 + i] : -infinity();
-            }
+            vector_range range = range_of(8 * j + 2 * s.column + i);
+            bool low = token >= range.begin && token < range.end && (mask & 1);
+            bool high = token + 8 >= range.begin && token + 8 < range.end && (mask >> 8 & 1);
+            score[4 * j + i] = low ? score[4 * j + i] : -infinity();
+            score[4 * j + 2 + i] = high ? score[4 * j + 2 + i] : -infinity();
         }
     }
+}
+
+// The entries of the thread's two vectors of column j.
+struct of_two {
+    float value[2];
+};
+KMLA_DEVICE of_two load_two(const reader_state& s, const float* of_vectors, int j) {
+    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);
+    return of_two{{bits_float(bits.x), bits_float(bits.y)}};
 }
 
 // Weights by the references as they are, into shared memory, and their sums. Returns whether some
 // vector has outgrown its reference, which makes both worthless.
 KMLA_DEVICE bool store_weights(const reader_state& s, const accumulators& score,
                                const float (&exponent)[2], float (&sum)[kColumns][2]) {
-    bool grown = false;
+    float top = -infinity(); // above the references, of all
     uint8_t* block = weight_block(s.half);
     int chunk = s.tokens % 64 / 8 + s.lane / 8 % 2;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
+        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
+        of_two above = load_two(s, weight_references(), j);
         float weight[4];
         for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i;
-            float reference = sum_references()[n], base = column_base(reference);
-            float low = score[4 * j + i] - base, high = score[4 * j + 2 + i] - base;
-            float limit = reference == -infinity() ? -infinity() : (float)KMLA_I_REFERENCE_GROWTH;
-            grown = grown || maximum(low, high) > limit;
+            // Rounded before the difference, as the reference was: huge scores cancel exactly.
+            float low = score[4 * j + i] * scale.value[i] - reference.value[i];
+            float high = score[4 * j + 2 + i] * scale.value[i] - reference.value[i];
             float p_low = exp2_fast(low), p_high = exp2_fast(high);
+            top = maximum(top, maximum(low, high));
             sum[j][i] = p_low + p_high;
             if (kPacked) {
-                float above = weight_references()[n], weight_base = column_base(above);
-                low = low + exponent[0];
-                high = high + exponent[1];
-                grown = grown || maximum(low, high) > above + KMLA_I_REFERENCE_GROWTH;
-                p_low = exp2_fast(low - weight_base);
-                p_high = exp2_fast(high - weight_base);
+                low = low + exponent[0] - above.value[i];
+                high = high + exponent[1] - above.value[i];
+                top = maximum(top, maximum(low, high));
+                p_low = exp2_fast(low);
+                p_high = exp2_fast(high);
             }
             weight[i] = p_low;
             weight[2 + i] = p_high;
@@ -493,28 +494,28 @@ KMLA_DEVICE bool store_weights(const reader_state& s, const accumulators& score,
         store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk),
                                    pack_f16(weight[0], weight[1]), pack_f16(weight[2], weight[3]));
     }
-    return grown;
+    return top > KMLA_I_REFERENCE_GROWTH;
 }
 
-// The tile's maxima of scores, above the sum's reference or, `with_exponent`, of what weighs V.
+// The tile's maxima of scores or, `with_exponent`, of what weighs V above the sum's reference.
 KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,
                             const float (&exponent)[2], bool with_exponent) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
+        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
         for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i;
-            float low = score[4 * j + i], high = score[4 * j + 2 + i];
+            float low = score[4 * j + i] * scale.value[i];
+            float high = score[4 * j + 2 + i] * scale.value[i];
             if (with_exponent) {
-                float base = column_base(sum_references()[n]);
-                low = low - base + exponent[0];
-                high = high - base + exponent[1];
+                low = low - reference.value[i] + exponent[0];
+                high = high - reference.value[i] + exponent[1];
             }
             float top = maximum(low, high);
             top = maximum(top, shuffle_xor(top, 4));
             top = maximum(top, shuffle_xor(top, 8));
             top = maximum(top, shuffle_xor(top, 16));
             if (s.row_in_quad == 0) {
-                tops_of(s.warp)[n] = top;
+                tops_of(s.warp)[8 * j + 2 * s.column + i] = top;
             }
         }
     }
@@ -563,13 +564,12 @@ KMLA_DEVICE void raise_references(const reader_state& s, const accumulators& sco
 KMLA_DEVICE void rescale(reader_state& s) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
+        of_two of_sum = load_two(s, sum_factors(), j), factor = load_two(s, factors(), j);
         for (int i = 0; i < 2; i++) {
-            int n = 8 * j + 2 * s.column + i;
-            s.sum[j][i] *= sum_factors()[n];
-            float factor = factors()[n];
+            s.sum[j][i] *= of_sum.value[i];
             for (int m = 0; m < 4; m++) {
-                s.out[m][4 * j + i] *= factor;
-                s.out[m][4 * j + 2 + i] *= factor;
+                s.out[m][4 * j + i] *= factor.value[i];
+                s.out[m][4 * j + 2 + i] *= factor.value[i];
             }
         }
     }
@@ -665,7 +665,9 @@ template <bool masked>
 KMLA_DEVICE void weigh_values(reader_state& s, bool first, int token, int steps,
                               const uint8_t* stage, const warp_mask* masks,
                               const float (&exponent)[2], accumulators& score) {
-    scale_scores<masked>(s, token, masks, score);
+    if (masked) {
+        mask_scores(s, token, masks, score);
+    }
     softmax_step(s, first, score, exponent);
     multiply_values<masked>(s, stage, steps);
 }
