@@ -1465,6 +1465,7 @@ KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device
         return status;
     }
     kmla_i_write_reason(&made);
+    made.shape.reader = made.reader;
     made.shape.tile = made.tile;
     made.shape.splits = made.splits;
     *plan = made;
@@ -3597,6 +3598,18 @@ static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* 
     return plan && status == KMLA_OK ? kmla_i_check_gpu_reader(plan, error) : status;
 }
 
+static kmla_status kmla_i_check_reader_runs(const kmla_plan* plan, const kmla_device* device,
+                                            kmla_error* error) {
+    if (plan && plan->reader == KMLA_READER_HOPPER &&
+        (device->compute_major != 9 || device->compute_minor != 0)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARCHITECTURE,
+                           "plan.reader is the Hopper reader, for compute capability 9.0; the "
+                           "device has %d.%d",
+                           (int)device->compute_major, (int)device->compute_minor);
+    }
+    return KMLA_OK;
+}
+
 KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_log* log,
                                       kmla_image* image, kmla_error* error) {
@@ -3612,6 +3625,9 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                      : "image");
     }
     status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_reader_runs(plan, device, error);
+    }
     if (status == KMLA_OK) {
         status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
     }
@@ -5841,6 +5857,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {\n"
+     "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
      "        return;\n"
@@ -5934,11 +5951,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "KMLA_DEVICE float* tops_of(int warp) { return (float*)(shared_memory() + kTopsAt) + warp * kTile; }\n"
      "// Of each vector, log2 units: the scale of its scores; the references as in the portable reader, but\n"
-     "// a vector that has seen no token yet has the lowest number, which every score outgrows.\n"
+     "// a vector that has seen no token yet has kNoReference, which every score outgrows.\n"
      "KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }\n"
      "KMLA_DEVICE float* sum_references() { return score_scales() + kTile; }\n"
      "KMLA_DEVICE float* weight_references() { return score_scales() + 2 * kTile; }\n"
      "KMLA_DEVICE float* sum_factors() { return score_scales() + 3 * kTile; }\n"
+     "\n"
+     "constexpr float kNoReference = -3.40282347e38f;\n"
      "\n"
      "typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile\n"
      "\n"
@@ -5955,7 +5974,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int i = 0; i < 8; i++) {\n"
      "        uint32_t two = word[i / 2] >> (16 * (i % 2));\n"
     },
-    {"hopper.cuh", 72,
+    {"hopper.cuh", 74,
      "        pair[i] = pack_bf16(e4m3_to_float(two & 0xFF) * scale, e4m3_to_float(two >> 8 & 0xFF) * scale);\n"
      "    }\n"
      "}\n"
@@ -6045,7 +6064,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int vector = s.first_vector + n, part = s.lane % 8;\n"
      "    bool exists = vector < s.vectors;\n"
     },
-    {"hopper.cuh", 160,
+    {"hopper.cuh", 162,
      "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
      "                      vector % args.heads * args.query_head_stride;\n"
      "    float amax = 0, factor;\n"
@@ -6094,8 +6113,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    if (part == 0) {\n"
      "        score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);\n"
-     "        sum_references()[n] = bits_float(0xFF7FFFFFu);\n"
-     "        weight_references()[n] = kPacked \? bits_float(0xFF7FFFFFu) : 0;\n"
+     "        sum_references()[n] = kNoReference;\n"
+     "        weight_references()[n] = kPacked \? kNoReference : 0;\n"
      "    }\n"
      "}\n"
      "\n"
@@ -6138,7 +6157,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    if (s.lane < kRuns) {\n"
     },
-    {"hopper.cuh", 251,
+    {"hopper.cuh", 253,
      "        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);\n"
      "        barrier_arrive_expect(arrival_of(step), bytes);\n"
      "        if (bytes) {\n"
@@ -6244,7 +6263,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
     },
-    {"hopper.cuh", 355,
+    {"hopper.cuh", 357,
      "KMLA_DEVICE void codes_to_fragments(const raw_batch& raw, fragment_batch& a) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
@@ -6338,7 +6357,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int j = 0; j < kColumns; j++) {\n"
      "        for (int i = 0; i < 2; i++) {\n"
     },
-    {"hopper.cuh", 447,
+    {"hopper.cuh", 449,
      "            vector_range range = range_of(8 * j + 2 * s.column + i);\n"
      "            bool low = token >= range.begin && token < range.end && (mask & 1);\n"
      "            bool high = token + 8 >= range.begin && token + 8 < range.end && (mask >> 8 & 1);\n"
@@ -6392,6 +6411,41 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return top > KMLA_I_REFERENCE_GROWTH;\n"
      "}\n"
      "\n"
+     "// Largest of the warp's 16 tokens, of one vector a lane pair.\n"
+     "KMLA_DEVICE float top_of_warp(float low, float high) {\n"
+     "    float top = maximum(low, high);\n"
+     "    top = maximum(top, shuffle_xor(top, 4));\n"
+     "    top = maximum(top, shuffle_xor(top, 8));\n"
+     "    return maximum(top, shuffle_xor(top, 16));\n"
+     "}\n"
+     "\n"
+     "// A first reference for vectors that have none, from the step's first 16 tokens: good enough in most\n"
+     "// cases to spare the whole tile's maxima. For the first warp; a block barrier must follow.\n"
+     "KMLA_DEVICE void guess_references(const reader_state& s, const accumulators& score,\n"
+     "                                  const float (&exponent)[2]) {\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            float low = score[4 * j + i] * scale.value[i];\n"
+     "            float high = score[4 * j + 2 + i] * scale.value[i];\n"
+     "            float guess = top_of_warp(low, high) - KMLA_I_REFERENCE_BELOW;\n"
+     "            float above = 0;\n"
+     "            if (kPacked) {\n"
+     "                above = top_of_warp(low - guess + exponent[0], high - guess + exponent[1]) -\n"
+     "                        KMLA_I_REFERENCE_BELOW;\n"
+     "            }\n"
+     "            bool wanted = reference.value[i] == kNoReference && guess > kNoReference;\n"
+     "            if (wanted && s.row_in_quad == 0) {\n"
+     "                sum_references()[8 * j + 2 * s.column + i] = guess;\n"
+    },
+    {"hopper.cuh", 529,
+     "                weight_references()[8 * j + 2 * s.column + i] = above;\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
      "// The tile's maxima of scores or, `with_exponent`, of what weighs V above the sum's reference.\n"
      "KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,\n"
      "                            const float (&exponent)[2], bool with_exponent) {\n"
@@ -6405,10 +6459,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                low = low - reference.value[i] + exponent[0];\n"
      "                high = high - reference.value[i] + exponent[1];\n"
      "            }\n"
-     "            float top = maximum(low, high);\n"
-     "            top = maximum(top, shuffle_xor(top, 4));\n"
-     "            top = maximum(top, shuffle_xor(top, 8));\n"
-     "            top = maximum(top, shuffle_xor(top, 16));\n"
+     "            float top = top_of_warp(low, high);\n"
      "            if (s.row_in_quad == 0) {\n"
      "                tops_of(s.warp)[8 * j + 2 * s.column + i] = top;\n"
      "            }\n"
@@ -6425,8 +6476,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// New references where maxima have outgrown them; factors for what was summed under the old ones.\n"
-    },
-    {"hopper.cuh", 533,
      "KMLA_DEVICE void raise_references(const reader_state& s, const accumulators& score,\n"
      "                                  const float (&exponent)[2]) {\n"
      "    int n = thread_index();\n"
@@ -6472,15 +6521,18 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// `first`: there are no references yet.\n"
-     "KMLA_DEVICE void softmax_step(reader_state& s, bool first, const accumulators& score,\n"
+     "// `fresh`: some vector may have no reference yet.\n"
+     "KMLA_DEVICE void softmax_step(reader_state& s, bool fresh, const accumulators& score,\n"
      "                              const float (&exponent)[2]) {\n"
      "    float sum[kColumns][2];\n"
-     "    bool grown = first;\n"
-     "    if (!first) {\n"
-     "        grown = store_weights(s, score, exponent, sum);\n"
-     "        fence_async_reads();\n"
+     "    if (fresh) {\n"
+     "        if (s.warp == 0) {\n"
+     "            guess_references(s, score, exponent);\n"
+     "        }\n"
+     "        sync_block();\n"
      "    }\n"
+     "    bool grown = store_weights(s, score, exponent, sum);\n"
+     "    fence_async_reads();\n"
      "    if (sync_block_or(grown)) {\n"
      "        raise_references(s, score, exponent);\n"
      "        rescale(s);\n"
@@ -6504,6 +6556,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    token[3] = *(const word2*)(at + 9 * kPitch);\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 645,
      "// To V^T fragments, as in the portable reader, times the tokens' ratios.\n"
      "template <bool masked>\n"
      "KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ratios,\n"
@@ -6537,8 +6591,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    word2 token[4];\n"
      "    uint32_t a[2][4][4];\n"
      "    load_values(records, token);\n"
-    },
-    {"hopper.cuh", 643,
      "#pragma unroll 2\n"
      "    for (int k = 0; k < steps; k++) {\n"
      "        values_to_fragments<masked>(token, ratios + 8 * k, a[k % 2]);\n"
@@ -6567,7 +6619,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (masked) {\n"
      "        mask_scores(s, token, masks, score);\n"
      "    }\n"
-     "    softmax_step(s, first, score, exponent);\n"
+     "    softmax_step(s, first || masked, score, exponent);\n"
      "    multiply_values<masked>(s, stage, steps);\n"
      "}\n"
      "\n"
@@ -6592,20 +6644,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        wait_for_copy(s, step);\n"
      "        sync_block(); // this step is here for all, and all are done with the one before\n"
      "        load_scales(s, stage, scales, exponent);\n"
-     "        // The second warpgroup's 64 tokens may all lie behind the end.\n"
-     "        bool half_step = bounds().end - token <= kStep / 2;\n"
-     "        if (half_step && s.half == 1) {\n"
-     "            for (int i = 0; i < kColumns * 4; i++) {\n"
-     "                score[i] = 0; // masked below\n"
-     "            }\n"
-     "        } else {\n"
-     "            multiply_keys(s, stage, scales, score);\n"
-     "        }\n"
-     "        int value_steps = half_step \? kStep / 32 : kStep / 16;\n"
+     "        multiply_keys(s, stage, scales, score);\n"
+     "        // The second half of the step's tokens may lie behind the end.\n"
+     "        int value_steps = bounds().end - token <= kStep / 2 \? kStep / 32 : kStep / 16;\n"
      "        if (step + 1 < steps) {\n"
      "            entry = start_copy(args, s, step + 1, token + kStep, entry);\n"
      "        }\n"
      "        if (step >= full_begin && step < full_end && all_exist(masks)) {\n"
+    },
+    {"hopper.cuh", 738,
      "            weigh_values<false>(s, step == 0, token, value_steps, stage, masks, exponent, score);\n"
      "        } else {\n"
      "            weigh_values<true>(s, step == 0, token, value_steps, stage, masks, exponent, score);\n"
@@ -6640,6 +6687,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, 1) {\n"
+     "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
      "        return;\n"
@@ -6649,8 +6697,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (s.first_vector >= s.vectors) {\n"
      "        return;\n"
      "    }\n"
-    },
-    {"hopper.cuh", 753,
      "    s.half = s.warp / 4;\n"
      "    s.tokens = s.warp * kWarpTokens;\n"
      "#pragma unroll\n"

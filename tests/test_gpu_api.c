@@ -75,9 +75,9 @@ static kmla_device card(int32_t major, int32_t minor) {
     return device;
 }
 
-static kmla_plan plan_for(int32_t heads, int32_t splits) {
+// Of few heads by the small tile, of many by a large one: two variants of the reader.
+static kmla_plan plan_on(kmla_device device, int32_t heads, int32_t splits) {
     kmla_shape shape = {0};
-    kmla_device device = card(9, 0);
     kmla_plan plan;
     kmla_error error;
     shape.requests = 2;
@@ -85,8 +85,13 @@ static kmla_plan plan_for(int32_t heads, int32_t splits) {
     shape.heads = heads;
     shape.capacity_tokens = 1000;
     shape.splits = splits;
+    shape.tile = heads > 8 ? 32 : 8;
     assert_int_equal(kmla_plan_decode(&shape, &device, &plan, &error), KMLA_OK);
     return plan;
+}
+
+static kmla_plan plan_for(int32_t heads, int32_t splits) {
+    return plan_on(card(9, 0), heads, splits);
 }
 
 // Arguments that pass the checks. Nothing is at their addresses unless a test puts it there.
@@ -348,21 +353,33 @@ static void test_refused_source(void** state) {
     kmla_gpu_close(gpu);
 }
 
+static void expect_define(const char* name, int32_t value) {
+    char wanted[64];
+    snprintf(wanted, sizeof wanted, "-D%s=%d ", name, (int)value);
+    assert_contains(fake->options, wanted);
+}
+
+static void expect_reader_options(const kmla_plan* plan) {
+    assert_contains(fake->options, "--std=c++17 ");
+    assert_contains(fake->options, "--fmad=false ");
+    expect_define("KMLA_KV_FORMAT", plan->shape.kv_format);
+    expect_define("KMLA_TILE", plan->tile);
+    expect_define("KMLA_RESIDENT", plan->resident);
+    expect_define("KMLA_STAGES", plan->stages);
+    expect_define("KMLA_SHARED_BYTES", plan->shared_bytes);
+}
+
 static void test_options_and_image(void** state) {
     kmla_gpu* gpu = open_compile_only(FAKE_PATH);
     kmla_device device = card(8, 6);
-    kmla_plan plan = plan_for(99, 1);
+    kmla_plan plan = plan_on(device, 99, 1);
     kmla_image image;
-    char wanted[64];
     (void)state;
+    assert_int_equal(plan.reader, KMLA_READER_PORTABLE);
     assert_int_equal(kmla_gpu_compile(gpu, &plan, &device, NULL, &image, NULL), KMLA_OK);
     assert_contains(fake->options, "--gpu-architecture=sm_86 ");
-    assert_contains(fake->options, "--std=c++17 ");
-    assert_contains(fake->options, "-DKMLA_KV_FORMAT=0 ");
-    snprintf(wanted, sizeof wanted, "-DKMLA_TILE=%d ", (int)plan.tile);
-    assert_contains(fake->options, wanted);
-    snprintf(wanted, sizeof wanted, "-DKMLA_SHARED_BYTES=%d ", (int)plan.shared_bytes);
-    assert_contains(fake->options, wanted);
+    assert_null(strstr(fake->options, "KMLA_HOPPER"));
+    expect_reader_options(&plan);
     assert_int_equal(image.variant, kmla_plan_variant(&plan));
     assert_int_equal(image.compute_major, 8);
     assert_int_equal(image.compute_minor, 6);
@@ -375,6 +392,35 @@ static void test_options_and_image(void** state) {
     assert_int_equal(image.variant, 0);
     kmla_image_free(&image);
     assert_int_equal(fake->programs_alive, 0);
+    kmla_gpu_close(gpu);
+}
+
+// The Hopper reader's instructions are sm_90a's alone.
+static void test_hopper_options(void** state) {
+    kmla_gpu* gpu = open_compile_only(FAKE_PATH);
+    kmla_device hopper = card(9, 0), ada = card(8, 9);
+    kmla_plan plan = plan_on(hopper, 99, 1);
+    kmla_image image;
+    kmla_error error;
+    (void)state;
+    assert_int_equal(plan.reader, KMLA_READER_HOPPER);
+    assert_int_equal(kmla_gpu_compile(gpu, &plan, &hopper, NULL, &image, NULL), KMLA_OK);
+    assert_contains(fake->options, "--gpu-architecture=sm_90a ");
+    assert_contains(fake->options, "-DKMLA_HOPPER ");
+    expect_reader_options(&plan);
+    assert_int_equal(image.variant, 20032);
+    kmla_image_free(&image);
+
+    fake->compiles = 0;
+    assert_int_equal(kmla_gpu_compile(gpu, &plan, &ada, NULL, &image, &error),
+                     KMLA_ERROR_ARCHITECTURE);
+    assert_contains(error.message, "plan.reader");
+    assert_contains(error.message, "8.9");
+    assert_int_equal(fake->compiles, 0);
+
+    assert_int_equal(kmla_gpu_compile(gpu, NULL, &hopper, NULL, &image, NULL), KMLA_OK);
+    assert_contains(fake->options, "--gpu-architecture=sm_90 "); // writers and combine need none
+    kmla_image_free(&image);
     kmla_gpu_close(gpu);
 }
 
@@ -496,19 +542,20 @@ static void test_close_after_the_context(void** state) {
 static void test_images(void** state) {
     kmla_gpu* gpu = open_fake();
     kmla_device ampere = card(8, 0), hopper = card(9, 0);
-    kmla_plan plan = plan_for(99, 1), other = plan_for(4, 1);
+    kmla_plan plan = plan_for(99, 1), other = plan_for(4, 1), portable = plan_on(ampere, 99, 1);
     kmla_image support, reader, foreign, empty = {0};
     kmla_error error;
     (void)state;
     assert_int_equal(kmla_gpu_compile(gpu, NULL, &hopper, NULL, &support, NULL), KMLA_OK);
     assert_int_equal(kmla_gpu_compile(gpu, &plan, &hopper, NULL, &reader, NULL), KMLA_OK);
-    assert_int_equal(kmla_gpu_compile(gpu, &plan, &ampere, NULL, &foreign, NULL), KMLA_OK);
+    assert_int_equal(kmla_gpu_compile(gpu, &portable, &ampere, NULL, &foreign, NULL), KMLA_OK);
     fake->compiles = 0;
 
     assert_int_equal(kmla_gpu_prepare(gpu, NULL, &empty, &error), KMLA_ERROR_ARGUMENT);
     assert_int_equal(kmla_gpu_prepare(gpu, NULL, &reader, &error), KMLA_ERROR_ARGUMENT);
     assert_int_equal(kmla_gpu_prepare(gpu, NULL, &support, &error), KMLA_OK);
-    assert_int_equal(kmla_gpu_prepare(gpu, &plan, &foreign, &error), KMLA_ERROR_ARCHITECTURE);
+    assert_int_equal(kmla_gpu_prepare(gpu, &portable, &foreign, &error),
+                     KMLA_ERROR_ARCHITECTURE);
     assert_contains(error.message, "8.0");
     assert_contains(error.message, "9.0");
     assert_int_equal(kmla_gpu_prepare(gpu, &other, &reader, &error), KMLA_ERROR_ARGUMENT);
@@ -866,17 +913,29 @@ static void test_device_source_sizes(void** state) {
     assert_int_equal(strncmp(text, "#define KMLA_LATENT_DIMS 512\n", 29), 0);
     assert_contains(text, "struct kmla_i_reader_args");
     assert_contains(text, "#line 1 \"instructions.cuh\"\n");
+    assert_contains(text, "#line 1 \"tile.cuh\"\n");
     assert_contains(text, "#line 1 \"reader.cuh\"\n");
+    assert_contains(text, "#line 1 \"hopper.cuh\"\n");
     assert_contains(text, "#line 1 \"writers.cuh\"\n");
     assert_null(strstr(text, "#include"));
     free(text);
 }
 
-// With the machine's NVRTC: the writers and combine compile, and a fault is named by file and line.
+// The reader's own sum of shared memory differs: a fault that is named by file and line.
+static void expect_fault(kmla_gpu* gpu, kmla_device device, const char* place) {
+    kmla_plan plan = plan_on(device, 99, 1);
+    kmla_image image;
+    kmla_error error;
+    plan.shared_bytes += 16;
+    assert_int_equal(kmla_gpu_compile(gpu, &plan, &device, NULL, &image, &error),
+                     KMLA_ERROR_COMPILE);
+    assert_contains(error.message, place);
+}
+
+// With the machine's NVRTC: the writers and combine compile, and faults of the readers do not.
 static void test_real_nvrtc(void** state) {
     kmla_gpu* gpu = open_compile_only(NULL);
     kmla_device device = card(9, 0);
-    kmla_plan plan = plan_for(99, 1);
     kmla_image image;
     kmla_error error;
     kmla_status status = kmla_gpu_compile(gpu, NULL, &device, NULL, &image, &error);
@@ -889,10 +948,8 @@ static void test_real_nvrtc(void** state) {
     assert_int_equal(status, KMLA_OK);
     assert_memory_equal(image.data, "\177ELF", 4);
     kmla_image_free(&image);
-    plan.shared_bytes += 16; // the reader's own sum differs
-    assert_int_equal(kmla_gpu_compile(gpu, &plan, &device, NULL, &image, &error),
-                     KMLA_ERROR_COMPILE);
-    assert_contains(error.message, "reader.cuh(");
+    expect_fault(gpu, card(8, 0), "reader.cuh(");
+    expect_fault(gpu, card(9, 0), "hopper.cuh(");
     kmla_gpu_close(gpu);
 }
 
@@ -909,6 +966,7 @@ int main(void) {
         TEST(test_unknown_architecture),
         TEST(test_refused_source),
         TEST(test_options_and_image),
+        TEST(test_hopper_options),
         TEST(test_host_plans_are_refused),
         TEST(test_device),
         TEST(test_prepare_once),

@@ -872,6 +872,9 @@ static kmla_device device_of(int32_t major, int32_t minor, int32_t sms, int32_t 
 static kmla_device h200(void) { return device_of(9, 0, 132, 232448, 233472); }
 static kmla_device rtx_pro_6000(void) { return device_of(12, 0, 188, 101376, 102400); }
 
+static const int32_t portable_tiles[] = {8, 16, 32};
+static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40};
+
 static kmla_shape shape_of(int32_t requests, int32_t rows_per_request, int32_t heads,
                            int64_t capacity) {
     kmla_shape shape;
@@ -894,14 +897,16 @@ static void plan_of_kimi_k3(void** state) {
     (void)state;
     kmla_device card = h200();
     kmla_shape shape = shape_of(1, 4, 99, 16384);
+    shape.tile = 32;
     shape.splits = 8;
     kmla_plan plan = plan_of(&shape, &card);
     assert_int_equal(plan.version, KMLA_VERSION);
-    assert_int_equal(plan.reader, KMLA_READER_PORTABLE);
+    assert_int_equal(plan.reader, KMLA_READER_HOPPER);
     assert_int_equal(plan.shape.rows, 4);
     assert_int_equal(plan.shape.page_tokens, 64);
     assert_int_equal(plan.shape.lengths.dcp.ranks, 1);
     assert_int_equal(plan.shape.lengths.dcp.interleave, 1);
+    assert_int_equal(plan.shape.reader, KMLA_READER_HOPPER);
     assert_int_equal(plan.shape.tile, 32);
     assert_int_equal(plan.shape.splits, 8);
     assert_int_equal(plan.device.multiprocessors, 132);
@@ -913,17 +918,28 @@ static void plan_of_kimi_k3(void** state) {
     assert_int_equal(plan.chunks, 256);
     assert_int_equal(plan.chunks_per_split, 32);
     assert_int_equal(plan.threads, 256);
+    assert_int_equal(plan.resident, 1);
+    assert_int_equal(plan.stages, 2);
     assert_int_equal(plan.launches, 2);
     assert_int_equal(plan.workspace_bytes, 8 * 396 * 1028);
+    assert_non_null(strstr(plan.reason, "Hopper, tile 32 (caller)"));
     assert_non_null(strstr(plan.reason, "396 vectors are 13 tiles"));
     assert_non_null(strstr(plan.reason, "104 blocks on 132 SMs"));
 #ifndef KIMI_MLA_NO_GPU
-    assert_int_equal(kmla_plan_variant(&plan), 10032);
+    assert_int_equal(kmla_plan_variant(&plan), 20032);
     assert_int_equal(kmla_plan_variant(NULL), 0);
 #endif
-    shape.splits = 0;
+    shape.reader = KMLA_READER_PORTABLE;
+    plan = plan_of(&shape, &card);
+    assert_int_equal(plan.reader, KMLA_READER_PORTABLE);
+    assert_non_null(strstr(plan.reason, "portable, tile 32 (caller)"));
+#ifndef KIMI_MLA_NO_GPU
+    assert_int_equal(kmla_plan_variant(&plan), 10032);
+#endif
+    shape.reader = shape.tile = shape.splits = 0;
     plan = plan_of(&shape, &card);
     assert_int_equal(plan.splits_chosen_by, KMLA_CHOSEN_BY_PLANNER);
+    assert_non_null(strstr(plan.reason, "(planner): 396 vectors"));
     assert_true(plan.splits > 1); // or most of the card would idle
     kmla_plan again = plan_of(&shape, &card);
     assert_memory_equal(&plan, &again, sizeof plan);
@@ -954,30 +970,81 @@ static void plan_of_host(void** state) {
     assert_int_equal(plan.shape.rows, 7);
 }
 
+// The best reader of a card and KV format, and what becomes of one that was asked for.
+static void plan_reader(void** state) {
+    (void)state;
+    const struct {
+        int32_t major, minor, kv_format, asked, reader; // reader 0: unsupported
+    } rows[] = {
+        {9, 0, KMLA_KV_PACKED, 0, KMLA_READER_HOPPER},
+        {9, 0, KMLA_KV_E4M3, 0, KMLA_READER_HOPPER},
+        {9, 0, KMLA_KV_BF16, 0, KMLA_READER_PORTABLE},
+        {8, 0, KMLA_KV_PACKED, 0, KMLA_READER_PORTABLE},
+        {8, 9, KMLA_KV_E4M3, 0, KMLA_READER_PORTABLE},
+        {9, 1, KMLA_KV_PACKED, 0, KMLA_READER_PORTABLE}, // wgmma is 9.0's alone
+        {10, 0, KMLA_KV_PACKED, 0, KMLA_READER_PORTABLE},
+        {12, 0, KMLA_KV_PACKED, 0, KMLA_READER_PORTABLE},
+        {9, 0, KMLA_KV_PACKED, KMLA_READER_PORTABLE, KMLA_READER_PORTABLE},
+        {9, 0, KMLA_KV_E4M3, KMLA_READER_PORTABLE, KMLA_READER_PORTABLE},
+        {9, 0, KMLA_KV_PACKED, KMLA_READER_HOPPER, KMLA_READER_HOPPER},
+        {9, 0, KMLA_KV_BF16, KMLA_READER_HOPPER, 0},
+        {8, 0, KMLA_KV_PACKED, KMLA_READER_HOPPER, 0},
+        {12, 0, KMLA_KV_PACKED, KMLA_READER_HOPPER, 0},
+    };
+    for (int i = 0; i < COUNT(rows); ++i) {
+        kmla_device card = device_of(rows[i].major, rows[i].minor, 132, 232448, 233472);
+        kmla_shape shape = shape_of(1, 4, 99, 4096);
+        shape.kv_format = rows[i].kv_format;
+        shape.reader = rows[i].asked;
+        if (rows[i].reader) {
+            kmla_plan plan = plan_of(&shape, &card);
+            assert_int_equal(plan.reader, rows[i].reader);
+            assert_int_equal(plan.shape.reader, rows[i].reader);
+        } else {
+            kmla_error error = dirty_error();
+            kmla_plan plan;
+            expect_failure(kmla_plan_decode(&shape, &card, &plan, &error), &error,
+                           KMLA_ERROR_UNSUPPORTED, "shape.reader");
+        }
+    }
+    kmla_shape shape = shape_of(1, 4, 99, 4096); // the host reader takes the place of either
+    for (shape.reader = 0; shape.reader <= KMLA_READER_HOPPER; ++shape.reader) {
+        assert_int_equal(plan_of(&shape, NULL).reader, KMLA_READER_HOST);
+    }
+}
+
+// The caller's tile is taken, or refused where the reader has no such.
 static void plan_tiles(void** state) {
     (void)state;
-    const int32_t rows[][5] = {
-        // rows a request, heads, slot list: tile, tiles
-        {1, 1, 0, 8, 1},    {1, 8, 0, 8, 1},  {1, 9, 0, 16, 1},   {2, 8, 0, 16, 1},
-        {1, 17, 0, 32, 1},  {5, 8, 0, 32, 2}, {1, 128, 0, 32, 4}, {4, 12, 0, 32, 2},
-        {4, 99, 0, 32, 13}, {4, 8, 1, 8, 1},  {4, 99, 1, 32, 4},  {8, 4096, 0, 32, 1024},
-    };
-    kmla_device card = h200();
-    for (int i = 0; i < COUNT(rows); ++i) {
-        kmla_shape shape = shape_of(3, rows[i][0], rows[i][1], 4096);
-        shape.slot_list = rows[i][2];
-        kmla_plan plan = plan_of(&shape, &card);
-        assert_int_equal(plan.tile, rows[i][3]);
-        assert_int_equal(plan.tiles_per_request, rows[i][4]);
-        assert_int_equal(plan.groups, rows[i][2] ? 3 * rows[i][0] : 3);
+    kmla_device card = h200(), small = rtx_pro_6000();
+    for (int32_t reader = KMLA_READER_PORTABLE; reader <= KMLA_READER_HOPPER; ++reader) {
+        for (int i = 0; i < COUNT(hopper_tiles); ++i) {
+            kmla_shape shape = shape_of(3, 4, 99, 4096);
+            int32_t tile = shape.tile = hopper_tiles[i];
+            shape.reader = reader;
+            if (reader == KMLA_READER_PORTABLE && (tile == 24 || tile == 40)) {
+                kmla_error error = dirty_error();
+                kmla_plan plan;
+                expect_failure(kmla_plan_decode(&shape, &card, &plan, &error), &error,
+                               KMLA_ERROR_ARGUMENT, "shape.tile");
+                shape.reader = 0; // the planner's reader is the portable one, too
+                expect_failure(kmla_plan_decode(&shape, &small, &plan, &error), &error,
+                               KMLA_ERROR_ARGUMENT, "shape.tile");
+                continue;
+            }
+            kmla_plan plan = plan_of(&shape, &card);
+            assert_int_equal(plan.tile, tile);
+            assert_int_equal(plan.tiles_per_request, (396 + tile - 1) / tile);
+            assert_int_equal(plan.groups, 3);
+            shape.slot_list = 1; // each row reads tokens of its own
+            plan = plan_of(&shape, &card);
+            assert_int_equal(plan.tiles_per_request, (99 + tile - 1) / tile);
+            assert_int_equal(plan.groups, 12);
+        }
     }
-    for (int32_t tile = 8; tile <= 32; tile *= 2) { // the caller's tile wins
-        kmla_shape shape = shape_of(1, 4, 99, 4096);
-        shape.tile = tile;
-        kmla_plan plan = plan_of(&shape, &card);
-        assert_int_equal(plan.tile, tile);
-        assert_int_equal(plan.tiles_per_request, (396 + tile - 1) / tile);
-    }
+    kmla_shape few = shape_of(30, 1, 4, 4096); // a larger tile would hold nothing more
+    assert_int_equal(plan_of(&few, &card).tile, 8);
+    assert_int_equal(plan_of(&few, &small).tile, 8);
 }
 
 static void plan_ragged(void** state) {
@@ -987,6 +1054,7 @@ static void plan_ragged(void** state) {
     shape.ragged = 1;
     shape.rows = 13;
     shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
+    shape.tile = 32;
     shape.splits = 2;
     kmla_plan plan = plan_of(&shape, &card);
     assert_int_equal(plan.shape.rows, 13);
@@ -995,45 +1063,108 @@ static void plan_ragged(void** state) {
     assert_int_equal(plan.workspace_bytes, 2 * 13 * 12 * 1028);
 }
 
-static void plan_fits_shared_memory(void** state) { // WS-04
+static int32_t kv_pitch(int32_t kv_format) {
+    return kv_format == KMLA_KV_PACKED ? 656 : kv_format == KMLA_KV_E4M3 ? 592 : 1168;
+}
+
+// Stages of 32 tokens, scores, weights (two for BF16 KV: high and low), a packed step's ratios and
+// exponents, and the query where two blocks with a large tile share an SM.
+static int32_t portable_bytes(int32_t kv_format, int32_t tile, int32_t resident) {
+    int packed = kv_format == KMLA_KV_PACKED, bf16 = kv_format == KMLA_KV_BF16;
+    int shares_query = resident == 2 && tile == 32;
+    int32_t stages = bf16 || shares_query ? 2 : 3;
+    return 128 + 28 * tile + stages * 32 * kv_pitch(kv_format) + 4 * tile * 36 * 4 +
+           tile * 40 * 2 * (bf16 ? 2 : 1) + (packed ? 32 * 4 * 2 + 32 * 4 : 0) +
+           (shares_query ? tile * 576 * 2 : 0);
+}
+
+// Two stages of 128 tokens behind a kilobyte or two, query, weights, ratios, maxima and sums of 8
+// warps, and four numbers of each vector.
+static int32_t hopper_bytes(int32_t kv_format, int32_t tile) {
+    int32_t small = 128 + 28 * tile <= 1024 ? 1024 : 2048;
+    return small + 2 * 128 * kv_pitch(kv_format) + tile * 576 * 2 + tile * 128 * 2 +
+           (kv_format == KMLA_KV_PACKED ? 128 * 4 * 2 : 0) + 8 * tile * 8 + 4 * tile * 4;
+}
+
+// Every variant of the portable reader fits the smallest cards, whether one block or two share an
+// SM; every variant of the Hopper reader fits its card.
+static void plan_shared_memory(void** state) {
     (void)state;
-    kmla_device small = rtx_pro_6000();
-    kmla_error error;
-    kmla_plan plan;
-    int32_t need[3][33];
-    for (int32_t format = 0; format <= 2; ++format) { // every variant fits 101,376 bytes
-        for (int32_t tile = 8; tile <= 32; tile *= 2) {
+    for (int32_t format = 0; format <= 2; ++format) {
+        for (int i = 0; i < COUNT(portable_tiles); ++i) {
+            int32_t tile = portable_tiles[i];
             kmla_shape shape = shape_of(1, 4, 99, 4096);
             shape.kv_format = format;
+            shape.reader = KMLA_READER_PORTABLE;
             shape.tile = tile;
-            plan = plan_of(&shape, &small);
-            assert_true(plan.shared_bytes > 0 && plan.shared_bytes <= 101376);
-            assert_true(plan.shared_bytes % 16 == 0);
-            assert_true(tile == 8 || plan.shared_bytes > need[format][tile / 2]);
-            need[format][tile] = plan.shared_bytes;
+            for (int32_t resident = 1; resident <= 2; ++resident) {
+                int registers = format == KMLA_KV_PACKED || (format == KMLA_KV_E4M3 && tile <= 16);
+                int32_t bytes = portable_bytes(format, tile, registers ? resident : 1);
+                kmla_device card = h200();
+                card.shared_bytes_sm = resident * (portable_bytes(format, tile, 2) + 1024);
+                kmla_plan plan = plan_of(&shape, &card);
+                assert_int_equal(plan.resident, registers ? resident : 1);
+                assert_int_equal(plan.stages, format == KMLA_KV_BF16 || (plan.resident == 2 &&
+                                                                         tile == 32) ? 2 : 3);
+                assert_int_equal(plan.shared_bytes, bytes);
+                assert_true(bytes % 16 == 0 && bytes <= 101376);
+                card.shared_bytes_sm -= resident == 2; // a byte less, and one block is alone
+                assert_int_equal(plan_of(&shape, &card).resident, 1);
+            }
         }
     }
-    for (int32_t format = 0; format <= 2; ++format) { // a byte less: the next smaller tile
-        for (int32_t tile = 8; tile <= 32; tile *= 2) {
+    for (int32_t format = 0; format <= KMLA_KV_E4M3; ++format) {
+        for (int i = 0; i < COUNT(hopper_tiles); ++i) {
+            kmla_device card = h200();
             kmla_shape shape = shape_of(1, 4, 99, 4096);
-            char both[2][16];
             shape.kv_format = format;
-            small.shared_bytes = need[format][tile] - 1;
-            snprintf(both[0], sizeof both[0], "%d", need[format][tile] - 1);
-            snprintf(both[1], sizeof both[1], "%d", need[format][tile]);
-            if (tile > 8) {
-                plan = plan_of(&shape, &small);
-                assert_int_equal(plan.tile, tile / 2);
-                assert_int_equal(plan.shared_bytes, need[format][tile / 2]);
-                shape.tile = tile; // the caller insists
+            shape.tile = hopper_tiles[i];
+            kmla_plan plan = plan_of(&shape, &card);
+            assert_int_equal(plan.reader, KMLA_READER_HOPPER);
+            assert_int_equal(plan.resident, 1);
+            assert_int_equal(plan.stages, 2);
+            assert_int_equal(plan.shared_bytes, hopper_bytes(format, hopper_tiles[i]));
+            assert_true(plan.shared_bytes % 16 == 0 && plan.shared_bytes <= 232448);
+        }
+    }
+}
+
+// A byte less than a tile needs: the planner takes a smaller one, and none if the caller insists.
+static void plan_fits_shared_memory(void** state) { // WS-04
+    (void)state;
+    for (int32_t reader = KMLA_READER_PORTABLE; reader <= KMLA_READER_HOPPER; ++reader) {
+        int hopper = reader == KMLA_READER_HOPPER;
+        for (int32_t format = 0; format <= (hopper ? KMLA_KV_E4M3 : KMLA_KV_BF16); ++format) {
+            for (int i = 0; i < (hopper ? COUNT(hopper_tiles) : COUNT(portable_tiles)); ++i) {
+                int32_t tile = hopper ? hopper_tiles[i] : portable_tiles[i];
+                int32_t need = hopper ? hopper_bytes(format, tile) : portable_bytes(format, tile, 1);
+                kmla_device card = device_of(9, 0, 132, need, 0);
+                kmla_shape shape = shape_of(1, 4, 99, 4096);
+                kmla_error error = dirty_error();
+                kmla_plan plan;
+                char both[2][16];
+                snprintf(both[0], sizeof both[0], "%d", (int)need - 1);
+                snprintf(both[1], sizeof both[1], "%d", (int)need);
+                shape.kv_format = format;
+                shape.reader = reader;
+                shape.tile = tile;
+                assert_int_equal(plan_of(&shape, &card).shared_bytes, need);
+                card.shared_bytes = need - 1;
+                fill_bytes(&plan, 0x55, sizeof plan);
+                expect_failure(kmla_plan_decode(&shape, &card, &plan, &error), &error,
+                               KMLA_ERROR_UNSUPPORTED, both[0]);
+                assert_non_null(strstr(error.message, both[1]));
+                assert_non_null(strstr(error.message, "device.shared_bytes"));
+                expect_bytes(&plan, 0x55, sizeof plan);
+                shape.tile = 0;
+                if (tile > 8) {
+                    plan = plan_of(&shape, &card);
+                    assert_true(plan.tile < tile && plan.shared_bytes < need);
+                } else if (hopper) { // the portable reader needs less
+                    shape.reader = 0;
+                    assert_int_equal(plan_of(&shape, &card).reader, KMLA_READER_PORTABLE);
+                }
             }
-            error = dirty_error();
-            fill_bytes(&plan, 0x55, sizeof plan);
-            expect_failure(kmla_plan_decode(&shape, &small, &plan, &error), &error,
-                           KMLA_ERROR_UNSUPPORTED, both[0]);
-            assert_non_null(strstr(error.message, both[1]));
-            assert_non_null(strstr(error.message, "device.shared_bytes"));
-            expect_bytes(&plan, 0x55, sizeof plan);
         }
     }
 }
@@ -1100,9 +1231,11 @@ static void plan_shape_errors(void** state) {
         I32(kmla_shape, splits, 1025, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, single_split_chunks, -1, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, partial_type, 2, KMLA_ERROR_ARGUMENT),
-        I32(kmla_shape, tile, 24, KMLA_ERROR_ARGUMENT),
+        I32(kmla_shape, tile, 12, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, tile, 64, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, tile, -8, KMLA_ERROR_ARGUMENT),
+        I32(kmla_shape, reader, 3, KMLA_ERROR_ARGUMENT),
+        I32(kmla_shape, reader, -1, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, ragged, 2, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, slot_list, 2, KMLA_ERROR_ARGUMENT),
         I32(kmla_shape, slot_list, 1, KMLA_ERROR_ARGUMENT), // lengths are per request
@@ -1166,19 +1299,126 @@ static void plan_shape_errors(void** state) {
                    "plan");
 }
 
-// Two blocks of a small tile share an SM, if its shared memory has room and the KV is not BF16.
+static void expect_waves(const kmla_shape* shape, const kmla_device* device, const char* wanted) {
+    kmla_plan plan = plan_of(shape, device);
+    if (!strstr(plan.reason, wanted)) {
+        fail_msg("wanted '%s' in '%s'", wanted, plan.reason);
+    }
+}
+
+// Two blocks of the portable reader share an SM, if its shared memory has room for them and its
+// registers, too: never with BF16 KV, and with the large tile for packed KV only.
 static void plan_waves(void** state) {
     (void)state;
     kmla_device large = h200(), small = rtx_pro_6000();
     kmla_shape shape = shape_of(64, 1, 12, 8192);
     shape.splits = 4; // 256 blocks
-    assert_non_null(strstr(plan_of(&shape, &large).reason, "256 blocks on 132 SMs in 1 wave,"));
-    assert_non_null(strstr(plan_of(&shape, &small).reason, "256 blocks on 188 SMs in 2 waves,"));
+    shape.tile = 16;
+    shape.reader = KMLA_READER_PORTABLE;
+    expect_waves(&shape, &large, "256 blocks on 132 SMs in 1 wave,");
+    expect_waves(&shape, &small, "256 blocks on 188 SMs in 2 waves,");
     shape.kv_format = KMLA_KV_BF16;
-    assert_non_null(strstr(plan_of(&shape, &large).reason, "in 2 waves,"));
+    expect_waves(&shape, &large, "in 2 waves,");
+    shape.tile = 32;
+    shape.kv_format = KMLA_KV_E4M3;
+    expect_waves(&shape, &large, "in 2 waves,");
     shape.kv_format = KMLA_KV_PACKED;
-    shape.heads = 32; // a block of tile 32 has its SM to itself
-    assert_non_null(strstr(plan_of(&shape, &large).reason, "in 2 waves,"));
+    expect_waves(&shape, &large, "in 1 wave,");
+    shape.reader = KMLA_READER_HOPPER;
+    expect_waves(&shape, &large, "in 2 waves,");
+}
+
+static kmla_shape random_shape(void) {
+    kmla_shape shape = shape_of((int32_t)random_between(1, 256), (int32_t)random_between(1, 8),
+                                (int32_t)random_between(1, 130), random_between(1, 200000));
+    shape.kv_format = (int32_t)random_between(0, 2);
+    shape.partial_type = (int32_t)random_between(0, 1);
+    shape.split_mode = (int32_t)random_between(0, 1);
+    return shape;
+}
+
+// Tile and splits together have the least estimated time of all that the caller could ask for; of
+// equals the smaller tile, then the fewer splits.
+static void expect_best_choice(const kmla_shape* shape, const kmla_device* card) {
+    kmla_plan chosen = plan_of(shape, card);
+    double least_us = kmla_i_decode_us(&chosen, chosen.splits);
+    int32_t most = chosen.chunks < 1024 ? chosen.chunks : 1024;
+    for (int i = 0; i < COUNT(hopper_tiles); ++i) {
+        kmla_shape forced = *shape;
+        kmla_plan other;
+        forced.tile = hopper_tiles[i];
+        forced.splits = 1;
+        if (kmla_plan_decode(&forced, card, &other, NULL) != KMLA_OK) {
+            continue; // the reader has no such tile, or the card no room for it
+        }
+        for (forced.splits = shape->splits ? shape->splits : 1; forced.splits <= most;
+             ++forced.splits) {
+            other = plan_of(&forced, card);
+            double us = kmla_i_decode_us(&other, other.splits);
+            int smaller = other.tile < chosen.tile ||
+                          (other.tile == chosen.tile && other.splits < chosen.splits);
+            if (us < least_us || (us == least_us && smaller)) {
+                fail_msg("chosen: %s\nbetter: %s", chosen.reason, other.reason);
+            }
+            if (shape->splits) {
+                break;
+            }
+        }
+    }
+}
+
+static void plan_is_best(void** state) {
+    (void)state;
+    random_state = 16;
+    for (int trial = 0; trial < 120; ++trial) {
+        kmla_device card = trial % 2 ? h200() : rtx_pro_6000();
+        kmla_shape shape = random_shape();
+        shape.reader = (int32_t)random_between(0, 1);
+        if (trial % 4 == 0) {
+            shape.requests = (int32_t)random_between(1, 4); // where splits matter most
+        }
+        shape.capacity_tokens = random_between(1, 20000);
+        shape.splits = trial % 5 ? 0 : (int32_t)random_between(1, 1 + shape.capacity_tokens / 64);
+        expect_best_choice(&shape, &card);
+    }
+}
+
+// What the benchmark times: plans are whole, fill the card, and the reason has what was chosen.
+static void plan_of_benchmark(void** state) {
+    (void)state;
+    const int32_t rows[][4] = {
+        // requests, rows, heads, tokens
+        {1, 4, 99, 2048},  {1, 4, 99, 8192},   {1, 4, 99, 16384},  {1, 4, 99, 65536},
+        {1, 1, 99, 16384}, {8, 4, 99, 8192},   {1, 1, 12, 131072}, {64, 1, 12, 8192},
+        {128, 1, 8, 8192}, {128, 1, 128, 4096}, {128, 2, 128, 4096}, {32, 4, 12, 16384},
+    };
+    for (int i = 0; i < COUNT(rows) * 3; ++i) {
+        const int32_t* r = rows[i / 3];
+        kmla_device card = i % 3 == 2 ? rtx_pro_6000() : h200();
+        kmla_shape shape = shape_of(r[0], r[1], r[2], r[3]);
+        shape.reader = i % 3 == 1 ? KMLA_READER_PORTABLE : 0;
+        kmla_plan plan = plan_of(&shape, &card);
+        char numbers[64];
+        int32_t vectors = r[1] * r[2], tiles = (vectors + plan.tile - 1) / plan.tile;
+        assert_int_equal(plan.reader, i % 3 ? KMLA_READER_PORTABLE : KMLA_READER_HOPPER);
+        assert_int_equal(plan.tiles_per_request, tiles);
+        assert_int_equal(plan.groups, r[0]);
+        assert_int_equal(plan.chunks, r[3] / 64);
+        assert_int_equal(plan.chunks_per_split, (plan.chunks + plan.splits - 1) / plan.splits);
+        assert_int_equal(plan.launches, plan.splits > 1 ? 2 : 1);
+        assert_int_equal(plan.workspace_bytes,
+                         plan.splits > 1 ? (uint64_t)plan.splits * (uint64_t)(r[0] * vectors) * 1028
+                                         : 0);
+        assert_int_equal(plan.shared_bytes,
+                         i % 3 ? portable_bytes(KMLA_KV_PACKED, plan.tile, plan.resident)
+                               : hopper_bytes(KMLA_KV_PACKED, plan.tile));
+        int64_t blocks = (int64_t)tiles * r[0] * plan.splits;
+        assert_true(2 * blocks > card.multiprocessors); // not half of the card idles
+        snprintf(numbers, sizeof numbers, "splits %d (planner): %lld blocks on %d SMs",
+                 (int)plan.splits, (long long)blocks, (int)card.multiprocessors);
+        assert_non_null(strstr(plan.reason, numbers));
+        expect_best_choice(&shape, &card);
+    }
 }
 
 static void plan_properties(void** state) {
@@ -1186,11 +1426,7 @@ static void plan_properties(void** state) {
     random_state = 6;
     for (int trial = 0; trial < 400; ++trial) {
         kmla_device card = trial % 2 ? h200() : rtx_pro_6000();
-        kmla_shape shape = shape_of((int32_t)random_between(1, 256), (int32_t)random_between(1, 8),
-                                    (int32_t)random_between(1, 130), random_between(1, 200000));
-        shape.kv_format = (int32_t)random_between(0, 2);
-        shape.partial_type = (int32_t)random_between(0, 1);
-        shape.split_mode = (int32_t)random_between(0, 1);
+        kmla_shape shape = random_shape();
         shape.splits = trial % 5 ? 0 : (int32_t)random_between(1, 1024);
         kmla_plan plan = plan_of(&shape, &card);
         int64_t vectors = (int64_t)shape.rows_per_request * shape.heads;
@@ -1432,7 +1668,8 @@ static void plan_tampering(void** state) {
     const mutation mutations[] = {
         I32(kmla_plan, version, KMLA_VERSION + 1, KMLA_ERROR_ARGUMENT),
         I32(kmla_plan, version, 0, KMLA_ERROR_ARGUMENT),
-        I32(kmla_plan, reader, 2, KMLA_ERROR_ARGUMENT),
+        I32(kmla_plan, reader, 3, KMLA_ERROR_ARGUMENT),
+        I32(kmla_plan, reader, -1, KMLA_ERROR_ARGUMENT),
         I32(kmla_plan, tile, 0, KMLA_ERROR_ARGUMENT),
         I32(kmla_plan, tiles_per_request, 0, KMLA_ERROR_ARGUMENT),
         I32(kmla_plan, groups, 0, KMLA_ERROR_ARGUMENT),
@@ -1911,12 +2148,16 @@ int main(void) {
         cmocka_unit_test(workspaces),
         cmocka_unit_test(plan_of_kimi_k3),
         cmocka_unit_test(plan_of_host),
+        cmocka_unit_test(plan_reader),
         cmocka_unit_test(plan_tiles),
         cmocka_unit_test(plan_ragged),
+        cmocka_unit_test(plan_shared_memory),
         cmocka_unit_test(plan_fits_shared_memory),
         cmocka_unit_test(plan_device_errors),
         cmocka_unit_test(plan_shape_errors),
         cmocka_unit_test(plan_waves),
+        cmocka_unit_test(plan_is_best),
+        cmocka_unit_test(plan_of_benchmark),
         cmocka_unit_test(plan_properties),
         cmocka_unit_test(decode_errors),
         cmocka_unit_test(decode_accepts),

@@ -71,7 +71,7 @@ Shape = struct("kmla_shape", fields(I32, "requests rows rows_per_request heads k
                + [("capacity_tokens", I64)]
                + fields(I32, "split_mode splits single_split_chunks partial_type tile ragged "
                              "slot_list")
-               + [("lengths", LengthRule), ("unused_", I32)])
+               + [("lengths", LengthRule), ("reader", I32)])
 Plan = struct("kmla_plan", fields(I32, "version reader") + [("shape", Shape), ("device", Device)]
               + fields(I32, "tile tiles_per_request groups splits splits_chosen_by chunks "
                             "chunks_per_split threads resident stages shared_bytes launches")

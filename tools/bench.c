@@ -41,7 +41,7 @@ enum { BENCH_CASES = sizeof bench_cases / sizeof bench_cases[0] };
 #define BENCH_SET_BYTES (1u << 30)
 
 typedef struct options {
-    int32_t splits, tile, partial_type, split_mode, mode, kv_format;
+    int32_t splits, tile, reader, partial_type, split_mode, mode, kv_format;
     int32_t only;  // 1.. of the cases, 0 = all
     int32_t pools; // 0 = 2 to 8
     int32_t calls; // of a graph
@@ -330,6 +330,7 @@ static void job_make(bench* b, const bench_case* what, int32_t stored_heads, job
     work->shape.split_mode = o->split_mode;
     work->shape.splits = o->splits;
     work->shape.tile = o->tile;
+    work->shape.reader = o->reader;
     work->shape.partial_type = o->partial_type;
     work->shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
     work->stored_heads = stored_heads;
@@ -561,7 +562,7 @@ static int run_table(bench* b, int from, int to) {
 
 // Every case by many tiles and splits, to calibrate the planner with.
 static int run_sweep(bench* b, int from, int to) {
-    static const int32_t tiles[] = {8, 16, 32};
+    static const int32_t tiles[] = {8, 16, 24, 32, 40};
     static const int32_t splits[] = {1,  2,  3,  4,  5,  6,  8,  10, 11, 12, 13,  16,  20,
                                      22, 24, 26, 32, 40, 44, 52, 64, 80, 96, 128, 192, 256};
     int wrong = 0;
@@ -582,6 +583,12 @@ static int run_sweep(bench* b, int from, int to) {
                (int)s.plans[0].splits, s.plans[0].reason);
         step_free(&s);
         for (size_t t = 0; t < sizeof tiles / sizeof tiles[0]; t++) {
+            kmla_shape tried = work.shape;
+            kmla_plan plan;
+            tried.tile = tiles[t];
+            if (kmla_plan_decode(&tried, &b->card, &plan, NULL) != KMLA_OK) {
+                continue; // not a tile of this reader
+            }
             printf("  tile %2d, splits:us ", (int)tiles[t]);
             for (size_t n = 0; n < sizeof splits / sizeof splits[0]; n++) {
                 kmla_shape shape = work.shape;
@@ -740,7 +747,7 @@ static const char usage[] =
     "  --only N             shape N, 1..12\n"
     "  --tokens N           so many tokens, whatever the shape says\n"
     "  --kv packed|e4m3|bf16, --mode exact|e4m3, --partial bf16|fp32, --balanced\n"
-    "  --splits S, --tile 8|16|32      instead of the planner's choice\n"
+    "  --reader portable|hopper, --splits S, --tile N   instead of the planner's choice\n"
     "  --sweep              every shape by many tiles and splits, against the planner's choice\n"
     "  --pad                99 heads in one launch, 104 in two, 112 in one\n"
     "  --pools N, --calls N, --replays N\n"
@@ -775,6 +782,7 @@ static void read_options(int count, char** words, options* o) {
     static const char* const formats[] = {"packed", "e4m3", "bf16"}; // as KMLA_KV_*
     static const char* const modes[] = {"exact", "e4m3"};            // as KMLA_MODE_*
     static const char* const types[] = {"bf16", "fp32"};             // as KMLA_BF16, KMLA_FP32
+    static const char* const readers[] = {"planner", "portable", "hopper"}; // as KMLA_READER_*
     memset(o, 0, sizeof *o);
     o->calls = 20;
     for (int i = 1; i < count; i++) {
@@ -804,6 +812,8 @@ static void read_options(int count, char** words, options* o) {
             o->mode = choice(value, modes, 2);
         } else if (strcmp(word, "--partial") == 0) {
             o->partial_type = choice(value, types, 2);
+        } else if (strcmp(word, "--reader") == 0) {
+            o->reader = choice(value, readers, 3);
         } else if (strcmp(word, "--splits") == 0) {
             o->splits = positive(value);
         } else if (strcmp(word, "--tile") == 0) {

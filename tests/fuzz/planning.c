@@ -1,6 +1,6 @@
-// Planning under libFuzzer: every pure function of the header with any arguments at all. Nothing may
-// be undefined (the sanitizers watch), a failure says so and writes nothing, and what succeeds has
-// the properties that its comment in the header promises, computed here a second time.
+// Planning under libFuzzer: every pure function of the header with any arguments at all. Nothing
+// may be undefined (the sanitizers watch), a failure says so and writes nothing, and what succeeds
+// has the properties that its comment in the header promises, computed here a second time.
 //
 //     build/planning FILE        runs one input again, e.g. build/planning-crash-...
 //     make fuzz TIME=600         looks for new ones

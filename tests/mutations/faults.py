@@ -1,6 +1,7 @@
 """The faults that run.py applies. `old` is found exactly once in its file, which is one of
 tools/device/ or kimi_mla.h (there outside the device source); choose it short and telling. `suite`
-names the tests that should see it, `card` the emulated architecture that they run on."""
+names the tests that should see it, `card` the emulated architecture that they run on, `group` the
+one group of device_test that alone should, where the whole suite would take long."""
 
 import dataclasses
 
@@ -11,36 +12,45 @@ class Fault:
     file: str
     old: str
     new: str
-    suite: str
+    suite: str = "device"
     card: str = "sm120"
+    group: str = ""
 
 
-def reader(what, old, new, card="sm120"):
-    return Fault(what, "reader.cuh", old, new, "device", card)
+def reader(what, old, new, **where):
+    return Fault(what, "reader.cuh", old, new, **where)
 
 
-def hopper(what, old, new):
-    return Fault(what, "hopper.cuh", old, new, "device", "sm90")
+def hopper(what, old, new, **where):
+    return Fault(what, "hopper.cuh", old, new, card="sm90", **where)
 
 
-def tile(what, old, new):
-    return Fault(what, "tile.cuh", old, new, "device")
+def tile(what, old, new, **where):
+    return Fault(what, "tile.cuh", old, new, **where)
 
 
-def records(what, old, new, card="sm120"):
-    return Fault(what, "records.cuh", old, new, "device", card)
+def records(what, old, new, **where):
+    return Fault(what, "records.cuh", old, new, **where)
 
 
-def merge(what, old, new):
-    return Fault(what, "merge.cuh", old, new, "device")
+def merge(what, old, new, **where):
+    return Fault(what, "merge.cuh", old, new, **where)
 
 
-def writers(what, old, new):
-    return Fault(what, "writers.cuh", old, new, "device")
+def writers(what, old, new, **where):
+    return Fault(what, "writers.cuh", old, new, **where)
 
 
-def header(suite, what, old, new):
-    return Fault(what, "kimi_mla.h", old, new, suite)
+def launch(what, old, new, **where):
+    return Fault(what, "kimi_mla.h", old, new, **where)
+
+
+def planner(what, old, new):
+    return Fault(what, "kimi_mla.h", old, new, suite="planner")
+
+
+def host(what, old, new):
+    return Fault(what, "kimi_mla.h", old, new, suite="host")
 
 
 FAULTS = [
@@ -82,27 +92,30 @@ FAULTS = [
     reader("NaN codes of unseen tokens reach the output",
            "masked ? minimum_f16x2(pair[i], largest) : pair[i];", "pair[i];"),
     reader("NaN BF16 of unseen tokens reaches the output",
-           "masked ? only_numbers_bf16(high) : high;", "high;"),
+           "masked ? only_numbers_bf16(high) : high;", "high;", group="NaN tokens"),
     records("static split one chunk late", "chunk = split * args.chunks_per_split;",
             "chunk = split * args.chunks_per_split + 1;"),
     records("balanced splits overlap by a chunk", "(split < longer ? 1 : 0)",
             "(split <= longer ? 1 : 0)"),
     records("single-split rule off by one", "live <= args.single_split_chunks",
-            "live < args.single_split_chunks"),
+            "live < args.single_split_chunks", group="single split bits"),
     records("causal bound off by one", "bound - rows + 1 + i;", "bound - rows + i;"),
-    records("window of a request off by one", "bound - args.window : 0;", "bound - args.window + 1 : 0;"),
+    records("window of a request off by one", "bound - args.window : 0;",
+            "bound - args.window + 1 : 0;"),
     records("window of a row off by one", "maximum(range.end - args.window, 0)",
             "maximum(range.end - args.window - 1, 0)"),
     records("row offsets subtracted from a local length", "minimum(local_length(args, (int)bound),",
-            "minimum(maximum(local_length(args, lengths[group]) - (int)(lengths[group] - bound), 0),"),
-    records("a rank's share without its upper limit", "rest > args.dcp_interleave ? args.dcp_interleave : rest;",
+            "minimum(maximum(local_length(args, lengths[group]) - (int)(lengths[group] - bound), "
+            "0),"),
+    records("a rank's share without its upper limit",
+            "rest > args.dcp_interleave ? args.dcp_interleave : rest;",
             "rest;"),
     records("capacity is not clamped", "minimum(maximum(lengths[row], 0), args.capacity);",
             "maximum(lengths[row], 0);"),
 
     # ---- where things are
     records("32-bit offset into the pool", "(uint64_t)page * args.page_pitch",
-            "(uint32_t)((uint32_t)page * (uint32_t)args.page_pitch)"),
+            "(uint32_t)((uint32_t)page * (uint32_t)args.page_pitch)", group="PG-0"),
     records("page pitch is ignored", "(uint64_t)page * args.page_pitch",
             "(uint64_t)page * args.page_tokens * record_bytes"),
     records("pages of an odd size by a wrong remainder", "offset = slot - page * args.page_tokens;",
@@ -130,16 +143,21 @@ FAULTS = [
     reader("no wait for the query", "    copy_async_wait<kStages - 1>();", "   "),
     reader("no barrier at the begin of a step",
            "        sync_block(); // this step is here for all", "        //"),
-    reader("no barrier between scores and softmax", "        multiply_keys(s, stage);\n        sync_block();",
+    reader("no barrier between scores and softmax",
+           "        multiply_keys(s, stage);\n        sync_block();",
            "        multiply_keys(s, stage);"),
-    reader("no barrier between weights and PV", "sync_block_or(softmax_step<masked>(s, token, masks))",
+    reader("no barrier between weights and PV",
+           "sync_block_or(softmax_step<masked>(s, token, masks))",
            "ballot(softmax_step<masked>(s, token, masks))"),
-    reader("no barrier before the query is normalised", "    sync_block();\n    s.scale = args.score_scale;",
+    reader("no barrier before the query is normalised",
+           "    sync_block();\n    s.scale = args.score_scale;",
            "    s.scale = args.score_scale;"),
-    reader("no barrier before query fragments are loaded", "    sync_block();\n    if (!kQueryShared) {",
+    reader("no barrier before query fragments are loaded",
+           "    sync_block();\n    if (!kQueryShared) {",
            "    if (!kQueryShared) {"),
     reader("no barrier after the last step", "    }\n    sync_block();\n}", "    }\n}"),
-    reader("no barrier after the ranges", "    sync_block();\n    read_tokens(", "    read_tokens("),
+    reader("no barrier after the ranges", "    sync_block();\n    read_tokens(",
+           "    read_tokens("),
     reader("no barrier before results are stored", "    sync_block();\n    store_results(",
            "    store_results("),
     tile("no barrier between the bounds of warps and of the tile",
@@ -149,11 +167,11 @@ FAULTS = [
            "ahead = step + kStages;"),
 
     # ---- the Hopper reader
-    hopper("accumulators are not rescaled", "                s.out[m][4 * j + i] *= factor;\n", ""),
-    hopper("sums are not rescaled", "            s.sum[j][i] *= sum_factors()[n];\n", ""),
+    hopper("accumulators are not rescaled", "s.out[m][4 * j + 2 + i] *= factor.value[i];", ";"),
+    hopper("sums are not rescaled", "s.sum[j][i] *= of_sum.value[i];", ";"),
     hopper("weights of old references are kept",
-           "        store_weights(s, score, exponent, sum);\n        fence_async_reads();\n"
-           "        sync_block();\n", ""),
+           "        rescale(s);\n        store_weights(s, score, exponent, sum);\n",
+           "        rescale(s);\n"),
     hopper("a scale of another group", "scales[i / 2 % 2][g];", "scales[i / 2 % 2][g ^ 1];"),
     hopper("scale ratios are dropped", "kPacked ? multiply_f16x2(pair[i], ratio) : pair[i];",
            "pair[i];"),
@@ -165,21 +183,27 @@ FAULTS = [
     hopper("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
     hopper("a whole step is masked too little", "bounds().full_end - first) / kStep;",
            "bounds().full_end - first + kStep - 1) / kStep;"),
+    hopper("half a step for too many tokens", "bounds().end - token <= kStep / 2;",
+           "bounds().end - token <= kStep / 2 + 1;"),
     hopper("sums of the first warp only", "for (int w = 0; w < kWarps; w++) {\n            sum +=",
            "for (int w = 0; w < 1; w++) {\n            sum +="),
     hopper("no wait for a step's copies", "        copy_async_wait<0>();\n", ""),
     hopper("no wait for a step's bulk copies",
            "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n", ""),
-    hopper("no wait for a group's scores",
-           "        wgmma_wait<0>();\n        for (int i", "        for (int i"),
-    hopper("no wait for rope's scores", "    wgmma_wait<0>();\n}\n\n// scales:",
-           "}\n\n// scales:"),
-    hopper("values are loaded over those in flight", "        wgmma_wait<1>();", "        "),
+    hopper("codes are converted over those in flight",
+           "            wgmma_wait<1>(); // the batch before", "            //"),
+    hopper("no wait for a group's scores", "            wgmma_wait<0>();\n            for (int i",
+           "            for (int i"),
+    hopper("no wait for rope's scores", "    wgmma_wait<0>();\n}\n\nKMLA_DEVICE void codes_to",
+           "}\n\nKMLA_DEVICE void codes_to"),
+    hopper("values are converted over those in flight",
+           "        wgmma_wait<1>(); // the step before", "        //"),
     hopper("no wait for the last values", "    wgmma_wait<0>();\n}\n\n// ---- the block",
            "}\n\n// ---- the block"),
     hopper("no fence between weights and their matrix reads",
-           "    bool grown = store_weights(s, score, exponent, sum);\n    fence_async_reads();\n",
-           "    bool grown = store_weights(s, score, exponent, sum);\n"),
+           "        grown = store_weights(s, score, exponent, sum);\n"
+           "        fence_async_reads();\n",
+           "        grown = store_weights(s, score, exponent, sum);\n"),
     hopper("no fence behind the query", "    fence_async_reads();\n}", "}"),
     hopper("no barrier at the begin of a step",
            "        sync_block(); // this step is here for all", "        //"),
@@ -190,7 +214,8 @@ FAULTS = [
     hopper("no barrier between maxima with exponents and references",
            "    store_tops(s, score, exponent, true);\n    sync_block();",
            "    store_tops(s, score, exponent, true);"),
-    hopper("no barrier after the ranges", "    sync_block();\n    read_tokens(", "    read_tokens("),
+    hopper("no barrier after the ranges", "    sync_block();\n    read_tokens(",
+           "    read_tokens("),
     hopper("no barrier before results are stored", "    sync_block();\n    store_results(",
            "    store_results("),
     hopper("no barrier between the sums of warps", "    sync_block();\n    int n = thread_index();",
@@ -201,8 +226,9 @@ FAULTS = [
     records("E4M3 subnormals are cut off, not rounded", "bits_float(magnitude) * 512.0f +",
             "(float)(int)(bits_float(magnitude) * 512.0f) +"),
     records("scale of a query is not rounded up", "((bits & 0x007FFFFFu) ? 0x00800000u : 0)", "0"),
-    records("NaN codes become numbers where sm_80 converts", " | nan * 0x7FFFu;", ";", "sm80"),
-    records("the sign is lost where sm_80 converts", " | (high_bytes & 0x80008000u);", ";", "sm80"),
+    records("NaN codes become numbers where sm_80 converts", " | nan * 0x7FFFu;", ";", card="sm80"),
+    records("the sign is lost where sm_80 converts", " | (high_bytes & 0x80008000u);", ";",
+            card="sm80"),
 
     # ---- merge and combine
     merge("a payload of weight 0 is read", "weight > 0 ? first + i : top_part;", "first + i;"),
@@ -210,7 +236,8 @@ FAULTS = [
     merge("a finished row is merged again", "is_merge && ballot(done)", "false"),
     merge("weights in base e", "exp2_fast((lse - top) * log2_e)", "exp2_fast(lse - top)"),
     merge("an infinite lse counts", "lse > -infinity() && lse < infinity();", "lse > -infinity();"),
-    merge("only the first 32 parts are merged", "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
+    merge("only the first 32 parts are merged",
+          "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
           "for (int first = 0; first < 1 && top > -infinity(); first += 32)"),
 
     # ---- writers
@@ -221,65 +248,66 @@ FAULTS = [
     writers("an infinity blinds its group", "amax > largest ? largest : amax;", "amax;"),
 
     # ---- launching
-    header("device", "kv_scale is dropped from scores", "1.44269504f * out->kv_scale;", "1.44269504f;"),
-    header("device", "query_scale is dropped", "        out->score_scale *= args->query_scale;\n", ""),
-    header("device", "lse of partials where BF16 payloads end",
+    launch("kv_scale is dropped from scores", "1.44269504f * out->kv_scale;", "1.44269504f;"),
+    launch("query_scale is dropped", "        out->score_scale *= args->query_scale;\n", ""),
+    launch("lse of partials where BF16 payloads end",
            "kmla_i_type_bytes(plan->shape.partial_type);", "2;"),
-    header("device", "a reference is kept until f16 overflows", "#define KMLA_I_REFERENCE_GROWTH 15",
+    launch("a reference is kept until f16 overflows", "#define KMLA_I_REFERENCE_GROWTH 15",
            "#define KMLA_I_REFERENCE_GROWTH 25"),
-    header("device", "one block of warps too few", "kmla_i_blocks_of_warps(int64_t count) {",
+    launch("one block of warps too few", "kmla_i_blocks_of_warps(int64_t count) {",
            "kmla_i_blocks_of_warps(int64_t count) {\n    count = count > 4 ? count - 4 : count;"),
 
     # ---- planning
-    header("planner", "a 16-head tile for 16 heads", "effective > 16 ? 16 : 8;",
+    planner("a 16-head tile for 16 heads", "effective > 16 ? 16 : 8;",
            "effective >= 16 ? 16 : 8;"),
-    header("planner", "heads are padded down", "kmla_i_ceil_div(effective, unit) * unit;",
+    planner("heads are padded down", "kmla_i_ceil_div(effective, unit) * unit;",
            "effective / unit * unit;"),
-    header("planner", "the rest of a tile needs no launch", "padded % tile ? 2 : 1;", "1;"),
-    header("planner", "effective heads overflow", "effective > 1 << 20)", "effective > 1 << 30)"),
-    header("planner", "a rank's share without its upper limit",
+    planner("the rest of a tile needs no launch", "padded % tile ? 2 : 1;", "1;"),
+    planner("effective heads overflow", "effective > 1 << 20)", "effective > 1 << 30)"),
+    planner("a rank's share without its upper limit",
            "kmla_i_min(kmla_i_max(rest, 0), interleave);", "kmla_i_max(rest, 0);"),
-    header("planner", "owners by token, not by run", "(int32_t)(run % full.ranks);",
+    planner("owners by token, not by run", "(int32_t)(run % full.ranks);",
            "(int32_t)(global_token % full.ranks);"),
-    header("planner", "causal bound off by one", "(int64_t)rows - 1 - row)", "(int64_t)rows - row)"),
-    header("planner", "window off by one", "kmla_i_max(last - rule->window_tokens, 0)",
+    planner("causal bound off by one", "(int64_t)rows - 1 - row)", "(int64_t)rows - row)"),
+    planner("window off by one", "kmla_i_max(last - rule->window_tokens, 0)",
            "kmla_i_max(last - rule->window_tokens + 1, 0)"),
-    header("planner", "static share rounded down", "share = kmla_i_ceil_div(chunks, splits);",
+    planner("static share rounded down", "share = kmla_i_ceil_div(chunks, splits);",
            "share = chunks / splits;"),
-    header("planner", "single-split rule off by one", "live <= single_split_chunks)",
+    planner("single-split rule off by one", "live <= single_split_chunks)",
            "live < single_split_chunks)"),
-    header("planner", "balanced splits forget the longer ones", " + kmla_i_min(split, longer);",
+    planner("balanced splits forget the longer ones", " + kmla_i_min(split, longer);",
            " + (split < longer);"),
-    header("planner", "workspace without lse",
+    planner("workspace without lse",
            "KMLA_LATENT_DIMS * kmla_i_element_bytes(partial_type) + 4;",
            "KMLA_LATENT_DIMS * kmla_i_element_bytes(partial_type);"),
-    header("planner", "a workspace one byte short is fine", "args->workspace_bytes < need)",
+    planner("a workspace one byte short is fine", "args->workspace_bytes < need)",
            "args->workspace_bytes + 1 < need)"),
-    header("planner", "the card's limit of shared memory is not looked at",
+    planner("the card's limit of shared memory is not looked at",
            "if (tried.shared_bytes > plan->device.shared_bytes) {", "if (0) {"),
-    header("planner", "a scale of 0 is fine", "if (value > 0.0f && value <= FLT_MAX) {",
+    planner("a scale of 0 is fine", "if (value > 0.0f && value <= FLT_MAX) {",
            "if (value >= 0.0f && value <= FLT_MAX) {"),
-    header("planner", "pitch of any alignment", "page_pitch_bytes < least || page_pitch_bytes % KMLA_I_RECORD_ALIGNMENT != 0)",
+    planner("pitch of any alignment",
+            "page_pitch_bytes < least || page_pitch_bytes % KMLA_I_RECORD_ALIGNMENT != 0)",
            "page_pitch_bytes < least)"),
-    header("planner", "the page behind the last is fine", "page < 0 || (uint64_t)page >= d->kv_pages)",
+    planner("the page behind the last is fine", "page < 0 || (uint64_t)page >= d->kv_pages)",
            "page < 0 || (uint64_t)page > d->kv_pages)"),
 
     # ---- the host reader
-    header("host", "totals are not rescaled", "    sums->total *= rescale;\n", ""),
-    header("host", "the token behind a row's last", "token >= vectors[i].end)",
+    host("totals are not rescaled", "    sums->total *= rescale;\n", ""),
+    host("the token behind a row's last", "token >= vectors[i].end)",
            "token > vectors[i].end)"),
-    header("host", "slot -1 is read", "page = slot < 0 ? -1 : slot / shape->page_tokens;",
+    host("slot -1 is read", "page = slot < 0 ? -1 : slot / shape->page_tokens;",
            "page = slot / shape->page_tokens;"),
-    header("host", "32-bit offset into the pool", "page * (int64_t)args->page_pitch_bytes +",
+    host("32-bit offset into the pool", "page * (int64_t)args->page_pitch_bytes +",
            "(int32_t)((uint32_t)page * (uint32_t)args->page_pitch_bytes) +"),
-    header("host", "a payload of weight 0 is read",
+    host("a payload of weight 0 is read",
            "        if (weight == 0.0f) {\n            continue;\n        }\n", ""),
-    header("host", "BF16 by cutting off", "bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);", "bits) >> 16);"),
-    header("host", "E4M3 ties away from even", "magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);",
+    host("BF16 by cutting off", "bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);", "bits) >> 16);"),
+    host("E4M3 ties away from even", "magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);",
            "magnitude + 0x80000u;"),
-    header("host", "scale of a query is not rounded up", "(bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);",
+    host("scale of a query is not rounded up", "(bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1 : 0);",
            "bits >> 23;"),
-    header("host", "lse in base 2", "maximum + logf(total));", "(maximum + logf(total)) * 1.442695f);"),
-    header("host", "chunk sums in the order of splits only", "    if (chunk->maximum > all->maximum) {",
+    host("lse in base 2", "maximum + logf(total));", "(maximum + logf(total)) * 1.442695f);"),
+    host("chunk sums in the order of splits only", "    if (chunk->maximum > all->maximum) {",
            "    if (0) {"),
 ]

@@ -49,11 +49,13 @@ KMLA_DEVICE uint16_t* ratios_of(int group) {
 }
 KMLA_DEVICE float* tops_of(int warp) { return (float*)(shared_memory() + kTopsAt) + warp * kTile; }
 // Of each vector, log2 units: the scale of its scores; the references as in the portable reader, but
-// a vector that has seen no token yet has the lowest number, which every score outgrows.
+// a vector that has seen no token yet has kNoReference, which every score outgrows.
 KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }
 KMLA_DEVICE float* sum_references() { return score_scales() + kTile; }
 KMLA_DEVICE float* weight_references() { return score_scales() + 2 * kTile; }
 KMLA_DEVICE float* sum_factors() { return score_scales() + 3 * kTile; }
+
+constexpr float kNoReference = -3.40282347e38f;
 
 typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile
 
@@ -205,8 +207,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state
     }
     if (part == 0) {
         score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
-        sum_references()[n] = bits_float(0xFF7FFFFFu);
-        weight_references()[n] = kPacked ? bits_float(0xFF7FFFFFu) : 0;
+        sum_references()[n] = kNoReference;
+        weight_references()[n] = kPacked ? kNoReference : 0;
     }
 }
 
@@ -497,6 +499,39 @@ KMLA_DEVICE bool store_weights(const reader_state& s, const accumulators& score,
     return top > KMLA_I_REFERENCE_GROWTH;
 }
 
+// Largest of the warp's 16 tokens, of one vector a lane pair.
+KMLA_DEVICE float top_of_warp(float low, float high) {
+    float top = maximum(low, high);
+    top = maximum(top, shuffle_xor(top, 4));
+    top = maximum(top, shuffle_xor(top, 8));
+    return maximum(top, shuffle_xor(top, 16));
+}
+
+// A first reference for vectors that have none, from the step's first 16 tokens: good enough in most
+// cases to spare the whole tile's maxima. For the first warp; a block barrier must follow.
+KMLA_DEVICE void guess_references(const reader_state& s, const accumulators& score,
+                                  const float (&exponent)[2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
+        for (int i = 0; i < 2; i++) {
+            float low = score[4 * j + i] * scale.value[i];
+            float high = score[4 * j + 2 + i] * scale.value[i];
+            float guess = top_of_warp(low, high) - KMLA_I_REFERENCE_BELOW;
+            float above = 0;
+            if (kPacked) {
+                above = top_of_warp(low - guess + exponent[0], high - guess + exponent[1]) -
+                        KMLA_I_REFERENCE_BELOW;
+            }
+            bool wanted = reference.value[i] == kNoReference && guess > kNoReference;
+            if (wanted && s.row_in_quad == 0) {
+                sum_references()[8 * j + 2 * s.column + i] = guess;
+                weight_references()[8 * j + 2 * s.column + i] = above;
+            }
+        }
+    }
+}
+
 // The tile's maxima of scores or, `with_exponent`, of what weighs V above the sum's reference.
 KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,
                             const float (&exponent)[2], bool with_exponent) {
@@ -510,10 +545,7 @@ KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,
                 low = low - reference.value[i] + exponent[0];
                 high = high - reference.value[i] + exponent[1];
             }
-            float top = maximum(low, high);
-            top = maximum(top, shuffle_xor(top, 4));
-            top = maximum(top, shuffle_xor(top, 8));
-            top = maximum(top, shuffle_xor(top, 16));
+            float top = top_of_warp(low, high);
             if (s.row_in_quad == 0) {
                 tops_of(s.warp)[8 * j + 2 * s.column + i] = top;
             }
@@ -575,15 +607,18 @@ KMLA_DEVICE void rescale(reader_state& s) {
     }
 }
 
-// `first`: there are no references yet.
-KMLA_DEVICE void softmax_step(reader_state& s, bool first, const accumulators& score,
+// `fresh`: some vector may have no reference yet.
+KMLA_DEVICE void softmax_step(reader_state& s, bool fresh, const accumulators& score,
                               const float (&exponent)[2]) {
     float sum[kColumns][2];
-    bool grown = first;
-    if (!first) {
-        grown = store_weights(s, score, exponent, sum);
-        fence_async_reads();
+    if (fresh) {
+        if (s.warp == 0) {
+            guess_references(s, score, exponent);
+        }
+        sync_block();
     }
+    bool grown = store_weights(s, score, exponent, sum);
+    fence_async_reads();
     if (sync_block_or(grown)) {
         raise_references(s, score, exponent);
         rescale(s);
@@ -668,7 +703,7 @@ KMLA_DEVICE void weigh_values(reader_state& s, bool first, int token, int steps,
     if (masked) {
         mask_scores(s, token, masks, score);
     }
-    softmax_step(s, first, score, exponent);
+    softmax_step(s, first || masked, score, exponent);
     multiply_values<masked>(s, stage, steps);
 }
 
@@ -693,16 +728,9 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
         wait_for_copy(s, step);
         sync_block(); // this step is here for all, and all are done with the one before
         load_scales(s, stage, scales, exponent);
-        // The second warpgroup's 64 tokens may all lie behind the end.
-        bool half_step = bounds().end - token <= kStep / 2;
-        if (half_step && s.half == 1) {
-            for (int i = 0; i < kColumns * 4; i++) {
-                score[i] = 0; // masked below
-            }
-        } else {
-            multiply_keys(s, stage, scales, score);
-        }
-        int value_steps = half_step ? kStep / 32 : kStep / 16;
+        multiply_keys(s, stage, scales, score);
+        // The second half of the step's tokens may lie behind the end.
+        int value_steps = bounds().end - token <= kStep / 2 ? kStep / 32 : kStep / 16;
         if (step + 1 < steps) {
             entry = start_copy(args, s, step + 1, token + kStep, entry);
         }
@@ -741,6 +769,7 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s)
 }
 
 KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, 1) {
+    wait_dependency();
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;

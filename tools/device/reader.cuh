@@ -719,6 +719,7 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
 }
 
 KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
+    wait_dependency();
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;
