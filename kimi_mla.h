@@ -1291,15 +1291,19 @@ static int64_t kmla_i_waves(const kmla_plan* plan) {
     return kmla_i_ceil_div(kmla_i_reader_blocks(plan, plan->splits), at_once);
 }
 
-static int32_t kmla_i_step_tokens(const kmla_plan* plan) {
-    return plan->reader == KMLA_READER_HOPPER ? KMLA_I_HOPPER_STEP_TOKENS : KMLA_I_STEP_TOKENS;
+// Steps that a block's share of chunks takes. The Hopper reader's are two aligned chunks: an odd
+// share begins or ends in half a step, whose masked code costs about one more.
+static double kmla_i_steps(const kmla_plan* plan, int64_t chunks) {
+    if (plan->reader == KMLA_READER_HOPPER) {
+        return chunks % 2 ? (double)(chunks / 2 + 2) : (double)(chunks / 2);
+    }
+    return (double)(chunks * (KMLA_CHUNK_TOKENS / KMLA_I_STEP_TOKENS));
 }
 
 // Blocks of the last wave have SMs to themselves if there are few of them.
 static double kmla_i_block_us(const kmla_plan* plan, int32_t splits, int64_t blocks) {
     const kmla_i_tile_cost* cost = kmla_i_find_tile(plan->reader, plan->tile);
-    int64_t tokens = kmla_i_ceil_div(plan->chunks, splits) * KMLA_CHUNK_TOKENS;
-    double steps = (double)tokens / kmla_i_step_tokens(plan); // a last half step costs half
+    double steps = kmla_i_steps(plan, kmla_i_ceil_div(plan->chunks, splits));
     int shared = plan->resident > 1 && blocks > plan->device.multiprocessors;
     return KMLA_I_COST_BLOCK_US + steps * (shared ? cost->shared_us : cost->alone_us);
 }
@@ -1385,15 +1389,17 @@ static kmla_status kmla_i_choose_tile_and_splits(kmla_plan* plan, kmla_error* er
 // The reader of a shape on a card: the caller's, else the fastest that takes it.
 static kmla_status kmla_i_choose_reader(kmla_plan* plan, kmla_error* error) {
     const kmla_shape* shape = &plan->shape;
+    int32_t least_bytes = kmla_i_hopper_shared_bytes(shape->kv_format, 8);
     int hopper = plan->device.compute_major == 9 && plan->device.compute_minor == 0 &&
-                 shape->kv_format != KMLA_KV_BF16 &&
-                 plan->device.shared_bytes >= kmla_i_hopper_shared_bytes(shape->kv_format, 8);
+                 shape->kv_format != KMLA_KV_BF16 && plan->device.shared_bytes >= least_bytes;
     if (shape->reader == KMLA_READER_HOPPER && !hopper) {
         return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
                            "shape.reader asks for the Hopper reader, which takes FP8 KV on compute "
-                           "capability 9.0; this is KV format %d on %d.%d",
+                           "capability 9.0; this is KV format %d on %d.%d, whose "
+                           "device.shared_bytes is %d; a block needs at least %d",
                            (int)shape->kv_format, (int)plan->device.compute_major,
-                           (int)plan->device.compute_minor);
+                           (int)plan->device.compute_minor, (int)plan->device.shared_bytes,
+                           (int)least_bytes);
     }
     plan->reader = shape->reader  ? shape->reader
                    : hopper       ? KMLA_READER_HOPPER

@@ -1,5 +1,6 @@
 // Compiles every kernel for real architectures and prints what ptxas says of each, one a row. Needs
-// NVRTC and no GPU. Fails if a kernel does not compile, spills, or asks for too much shared memory.
+// NVRTC and no GPU. Fails if a kernel does not compile, spills, has its wgmmas serialised, or asks for
+// more registers or shared memory than as many blocks as planned may.
 //
 //     compile_table [--nvrtc PATH]                    says which NVRTC, and the table's heading
 //     compile_table [--nvrtc PATH] ARCHITECTURE...    its rows, e.g. compile_table 80 90 120
@@ -13,7 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LIMIT_SHARED_BYTES 101376 // of a block on sm_86, 89 and 120, the smallest that is served
+#define REGISTERS_SM 65536
+#define BLOCK_RESERVED_BYTES 1024 // of shared memory, by CUDA
 
 static int failures;
 
@@ -26,15 +28,59 @@ static void fail(const char* what, const char* detail) {
 typedef struct variant {
     int architecture; // major * 10 + minor
     const char* kv;   // "-" for support kernels
+    const char* suffix; // of the architecture: "a" for the Hopper reader
     int tile;
     int dynamic_shared;
+    int threads, resident;
     int rows_expected, rows_printed;
 } variant;
+
+static kmla_device card(int architecture) {
+    const int small = architecture % 10 != 0 || architecture >= 120; // 8.6, 8.9 and the 12s
+    kmla_device device;
+    memset(&device, 0, sizeof device);
+    device.compute_major = architecture / 10;
+    device.compute_minor = architecture % 10;
+    device.multiprocessors = 132;
+    device.shared_bytes_sm = small ? 102400 : architecture == 80 ? 167936 : 233472;
+    device.shared_bytes = device.shared_bytes_sm - BLOCK_RESERVED_BYTES;
+    return device;
+}
+
+// ptxas tells by these what it could not do: setmaxnreg ignored, wgmmas serialised.
+static void check_advice(const char* log) {
+    static const char* const codes[] = {"(C7508)", "(C7510)", "(C7511)", "(C7512)"};
+    size_t i;
+    for (i = 0; i < sizeof codes / sizeof codes[0]; ++i) {
+        const char* found = strstr(log, codes[i]);
+        if (found) {
+            char line[256];
+            snprintf(line, sizeof line, "%.*s", (int)strcspn(found, "\n"), found);
+            fail("slow code", line);
+        }
+    }
+}
+
+static void check_kernel(const variant* v, const char* name, int registers, int spills,
+                         int shared) {
+    kmla_device device = card(v->architecture);
+    if (spills != 0) {
+        fail(name, "spills registers");
+    }
+    if (shared > device.shared_bytes ||
+        v->resident * (shared + BLOCK_RESERVED_BYTES) > device.shared_bytes_sm) {
+        fail(name, "needs more shared memory than the card has for so many blocks");
+    }
+    if (v->resident * v->threads * registers > REGISTERS_SM) {
+        fail(name, "needs more registers than the card has for so many blocks");
+    }
+}
 
 // ptxas writes three lines for a kernel, in this order.
 static void print_kernels(void* user, const char* log) {
     variant* v = (variant*)user;
     const char* entry = log;
+    check_advice(log);
     while ((entry = strstr(entry, "Compiling entry function '")) != NULL) {
         char name[64];
         int stack, stores, loads, registers, shared;
@@ -66,28 +112,13 @@ static void print_kernels(void* user, const char* log) {
             shared = atoi(at);
         }
         shared += v->dynamic_shared;
-        printf("sm_%-4d %-17s %-7s %5d %10d %7d %7d %7d\n", v->architecture, name, v->kv, v->tile,
+        printf("sm_%d%-*s %-17s %-7s %5d %6d %10d %7d %7d %7d\n", v->architecture,
+               v->architecture < 100 ? 2 : 1, v->suffix, name, v->kv, v->tile, v->resident,
                registers, stores + loads, shared, stack);
-        if (stores + loads != 0) {
-            fail(name, "spills registers");
-        }
-        if (shared > LIMIT_SHARED_BYTES) {
-            fail(name, "needs more shared memory than some cards have");
-        }
+        check_kernel(v, name, registers, stores + loads, shared);
         ++v->rows_printed;
         entry = line_end ? line_end : used;
     }
-}
-
-static kmla_device card(int architecture) {
-    kmla_device device;
-    memset(&device, 0, sizeof device);
-    device.compute_major = architecture / 10;
-    device.compute_minor = architecture % 10;
-    device.multiprocessors = 132;
-    device.shared_bytes = LIMIT_SHARED_BYTES;
-    device.shared_bytes_sm = LIMIT_SHARED_BYTES + 1024;
-    return device;
 }
 
 static kmla_status compile(kmla_gpu* gpu, const kmla_plan* plan, variant* v) {
@@ -121,14 +152,18 @@ static kmla_status compile_support(kmla_gpu* gpu, int architecture) {
     variant v;
     v.architecture = architecture;
     v.kv = "-";
+    v.suffix = "";
     v.tile = 0;
     v.dynamic_shared = 0;
+    v.threads = KMLA_I_SUPPORT_THREADS;
+    v.resident = 1;
     v.rows_expected = 4; // merge, combine, write_kv, write_query
     v.rows_printed = 0;
     return compile(gpu, NULL, &v);
 }
 
-static void compile_reader(kmla_gpu* gpu, int architecture, int32_t kv_format, int32_t tile) {
+static void compile_reader(kmla_gpu* gpu, int architecture, int32_t reader, int32_t kv_format,
+                           int32_t tile) {
     static const char* const kv_names[] = {"packed", "e4m3", "bf16"};
     kmla_device device = card(architecture);
     kmla_shape shape;
@@ -140,6 +175,7 @@ static void compile_reader(kmla_gpu* gpu, int architecture, int32_t kv_format, i
     shape.rows_per_request = 4;
     shape.heads = 99;
     shape.capacity_tokens = 16384;
+    shape.reader = reader;
     shape.kv_format = kv_format;
     shape.tile = tile;
     if (kmla_plan_decode(&shape, &device, &plan, &error) != KMLA_OK) {
@@ -148,8 +184,11 @@ static void compile_reader(kmla_gpu* gpu, int architecture, int32_t kv_format, i
     }
     v.architecture = architecture;
     v.kv = kv_names[kv_format];
+    v.suffix = reader == KMLA_READER_HOPPER ? "a" : "";
     v.tile = tile;
     v.dynamic_shared = plan.shared_bytes;
+    v.threads = plan.threads;
+    v.resident = plan.resident;
     v.rows_expected = 1;
     v.rows_printed = 0;
     compile(gpu, &plan, &v);
@@ -166,12 +205,28 @@ static void print_heading(kmla_gpu* gpu) {
     }
     printf("NVRTC %d.%d (%s)\n", (int)error.nvrtc_version / 1000,
            (int)error.nvrtc_version % 1000 / 10, error.library);
-    printf("%-7s %-17s %-7s %5s %10s %7s %7s %7s\n", "card", "kernel", "kv", "tile", "registers",
-           "spills", "shared", "stack");
+    printf("%-6s %-17s %-7s %5s %6s %10s %7s %7s %7s\n", "card", "kernel", "kv", "tile", "blocks",
+           "registers", "spills", "shared", "stack");
+}
+
+static void compile_readers(kmla_gpu* gpu, int architecture) {
+    static const int32_t portable_tiles[] = {8, 16, 32};
+    static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40};
+    int32_t kv_format;
+    int i;
+    for (kv_format = KMLA_KV_PACKED; kv_format <= KMLA_KV_BF16; ++kv_format) {
+        for (i = 0; i < 3; ++i) {
+            compile_reader(gpu, architecture, KMLA_READER_PORTABLE, kv_format, portable_tiles[i]);
+        }
+    }
+    for (kv_format = KMLA_KV_PACKED; architecture == 90 && kv_format <= KMLA_KV_E4M3; ++kv_format) {
+        for (i = 0; i < 5; ++i) {
+            compile_reader(gpu, architecture, KMLA_READER_HOPPER, kv_format, hopper_tiles[i]);
+        }
+    }
 }
 
 int main(int argc, char** argv) {
-    static const int32_t tiles[] = {8, 16, 32};
     kmla_gpu_desc desc;
     kmla_gpu* gpu;
     kmla_error error;
@@ -191,17 +246,11 @@ int main(int argc, char** argv) {
     }
     for (; argument < argc; ++argument) {
         int architecture = atoi(argv[argument]);
-        int32_t kv_format;
-        int i;
         if (compile_support(gpu, architecture) == KMLA_ERROR_ARCHITECTURE) {
             printf("sm_%-4d skipped: this NVRTC does not know it\n", architecture);
             continue;
         }
-        for (kv_format = KMLA_KV_PACKED; kv_format <= KMLA_KV_BF16; ++kv_format) {
-            for (i = 0; i < 3; ++i) {
-                compile_reader(gpu, architecture, kv_format, tiles[i]);
-            }
-        }
+        compile_readers(gpu, architecture);
     }
     kmla_gpu_close(gpu);
     return failures != 0;

@@ -2,13 +2,16 @@
 // emulated device, or on the host reader. Needs no test framework: a GPU machine may have only a C
 // compiler.
 //
-//     device_test [--library PATH] [--quick] [--only SUBSTRING] [--seed N] [--host]
+//     device_test [--library PATH] [--quick] [--only SUBSTRING]... [--reader portable|hopper]
+//                 [--seed N] [--host] [--watched]
 //
 //     --library PATH   a library that stands for both libcuda and NVRTC: the emulator
 //     --host           the same cases through kmla_host_*
 //     --quick          a subset that the emulator takes a minute for
-//     --only           groups whose name has SUBSTRING
+//     --only           groups whose name has SUBSTRING; several times: one of them
+//     --reader         this reader in all cases that it can read, not the planner's
 //     --seed           other random numbers
+//     --watched        compute-sanitizer watches the ends of buffers: they have no canaries
 //
 // One line per group of cases, "N passed, N failed" at the end, exit code 1 if any failed. Groups
 // whose name begins with a case id are the cases of that id in the project's list of known faults.
@@ -25,12 +28,20 @@
 #include <time.h>
 
 static const int32_t kv_formats[] = {KMLA_KV_PACKED, KMLA_KV_E4M3, KMLA_KV_BF16};
-static const int32_t tiles[] = {8, 16, 32};
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 
-// The host reader has no tiles.
-static int tile_count(void) { return on_host() ? 1 : COUNT(tiles); }
+// The tiles of a reader.
+typedef struct tile_list {
+    int count;
+    int32_t tiles[5];
+} tile_list;
+
+static const tile_list tile_lists[] = {
+    {1, {8}},                 // KMLA_READER_HOST has none, so that any will do
+    {3, {8, 16, 32}},         // KMLA_READER_PORTABLE
+    {5, {8, 16, 24, 32, 40}}, // KMLA_READER_HOPPER
+};
 
 static int pick(int quick, int full) { return options.quick ? quick : full; }
 
@@ -44,6 +55,14 @@ static ref_case plain_case(int32_t heads, int64_t capacity) {
     c.shape.capacity_tokens = capacity;
     c.shape.splits = 1;
     return c;
+}
+
+// Of the reader that KV of this format gets here.
+static const tile_list* tiles_for(int32_t kv_format) {
+    ref_case c = plain_case(1, 64);
+    c.shape.kv_format = kv_format;
+    plan_case(&c);
+    return &tile_lists[c.plan.reader];
 }
 
 // =============================================================================
@@ -103,13 +122,14 @@ static void compare_with_host(ref_case* c, const char* what) {
 }
 
 static void check_all_splits(ref_case* c, loaded* l, const answer* right) {
-    for (int t = 0; t < tile_count(); t++) {
+    const tile_list* list = &tile_lists[c->plan.reader];
+    for (int t = 0; t < list->count; t++) {
         double one_split = 0.0;
         for (int k = 0; k < COUNT(split_kinds); k++) {
             if (options.quick && k > 0 && (k + t + c->shape.query_format) % 3 != 0) {
                 continue;
             }
-            c->shape.tile = tiles[t];
+            c->shape.tile = list->tiles[t];
             set_splits(c, &split_kinds[k]);
             plan_again(c, l);
             if (!launch(c, l, split_kinds[k].name)) {
@@ -179,7 +199,7 @@ static void test_packed_query_bits(void) {
         p.query = ref_buffer_make(9 * 656, 0);
         p.out = ref_buffer_make(c.out.bytes, 0xff);
         p.lse = ref_buffer_make(c.lse.bytes, 0xff);
-        ref_plan(&p, backend_card());
+        plan_case(&p);
         p.args.query_head_stride_bytes = 656;
         p.args.query_row_stride_bytes = 9 * 656;
         kmla_query_write write;
@@ -334,13 +354,14 @@ static void test_lengths(void) {
 // The step that Kimi-K3 takes on a rank of DCP9: 4 verify rows of 99 gathered heads.
 static void test_k3_step(void) {
     static const int32_t capacities[] = {2048, 8192, 16384};
+    const tile_list* list = tiles_for(KMLA_KV_PACKED);
     for (int i = 0; i < pick(1, 3); i++) {
-        for (int t = 0; t < tile_count(); t++) {
+        for (int t = 0; t < list->count; t++) {
             const int32_t lengths[] = {9 * (options.quick ? 300 : capacities[i]) - 5};
             ref_case c = plain_case(99, capacities[i]);
             c.shape.rows_per_request = 4;
             c.shape.splits = 0;
-            c.shape.tile = tiles[t];
+            c.shape.tile = list->tiles[t];
             c.shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
             c.shape.lengths.dcp.ranks = 9;
             c.shape.lengths.dcp.rank = i;
@@ -455,7 +476,8 @@ static void random_shape(ref_random* random, ref_case* c, int32_t* lengths, int3
     s->splits = ref_below(random, 3) ? 1 + ref_below(random, 12) : 0;
     s->single_split_chunks = ref_below(random, 3) ? 0 : ref_below(random, 5);
     s->partial_type = ref_below(random, 2);
-    s->tile = ref_below(random, 2) ? 0 : tiles[ref_below(random, 3)];
+    const tile_list* list = tiles_for(s->kv_format);
+    s->tile = ref_below(random, 2) ? 0 : list->tiles[ref_below(random, list->count)];
     s->slot_list = ref_below(random, 4) == 0;
     s->ragged = !s->slot_list && ref_below(random, 3) == 0;
     s->lengths.window_tokens =
@@ -528,10 +550,10 @@ static void test_unread_entries(void) {
 static void read_padded(ref_case* c, const char* what) {
     const int32_t heads = c->shape.heads;
     c->shape.heads = c->stored_heads;
-    ref_plan(c, backend_card());
+    plan_case(c);
     load_and_launch(c, what);
     c->shape.heads = heads;
-    ref_plan(c, backend_card());
+    plan_case(c);
 }
 
 static void test_ht_02(void) {
@@ -947,7 +969,8 @@ static void test_sk_06(void) {
         alone.lengths = lengths;
         build(&alone);
         check_built(&alone, "alone");
-        for (int i = 0; i < COUNT(companies) * tile_count(); i++) {
+        const tile_list* list = &tile_lists[alone.plan.reader];
+        for (int i = 0; i < COUNT(companies) * list->count; i++) {
             const company* with = &companies[i % COUNT(companies)];
             ref_case c = plain_case(with->heads, 250);
             c.shape = alone.shape;
@@ -955,7 +978,7 @@ static void test_sk_06(void) {
             c.shape.heads = with->heads;
             c.shape.requests = with->requests;
             c.shape.rows_per_request = with->rows;
-            c.shape.tile = tiles[i / COUNT(companies)];
+            c.shape.tile = list->tiles[i / COUNT(companies)];
             c.lengths = lengths;
             build(&c);
             copy_row(&alone, 0, &c, 0, 200);
@@ -981,15 +1004,16 @@ static void test_tile_bits(void) {
         c.lengths = lengths;
         build(&c);
         load(&c, &l);
-        for (int t = 0; t < tile_count(); t++) {
-            c.shape.tile = tiles[t];
+        const tile_list* list = &tile_lists[c.plan.reader];
+        for (int t = 0; t < list->count; t++) {
+            c.shape.tile = list->tiles[t];
             plan_again(&c, &l);
             launch(&c, &l, "tile");
             if (t == 0) {
                 first = bits_of(&c);
             }
-            expect(same_bits(&first, &c), "tile %d has other bits than tile 8; %s", tiles[t],
-                   describe(&c));
+            expect(same_bits(&first, &c), "tile %d has other bits than tile 8; %s",
+                   list->tiles[t], describe(&c));
         }
         free(first.data);
         unload(&l);
@@ -1112,12 +1136,13 @@ static void test_fp_03(void) {
 // Every code through the reader, as the only token's latent, and back through the writer.
 static void test_fp_04(void) {
     const int32_t lengths[] = {1};
-    for (int n = 0; n < 2 * tile_count(); n++) {
+    const tile_list* list = tiles_for(KMLA_KV_E4M3); // packed KV has the same
+    for (int n = 0; n < 2 * list->count; n++) {
         ref_case c = plain_case(1, 64);
         float values[REF_D];
         uint8_t codes[REF_D], back[REF_D];
         c.shape.kv_format = n % 2;
-        c.shape.tile = tiles[n / 2];
+        c.shape.tile = list->tiles[n / 2];
         c.out_type = KMLA_FP32;
         c.lengths = lengths;
         build(&c);
@@ -1185,6 +1210,7 @@ static void test_nan_tokens(void) {
     const int32_t lengths[] = {115, 64};
     int n = 0;
     for (int f = 0; f < COUNT(kv_formats); f++) {
+        const tile_list* list = tiles_for(kv_formats[f]);
         for (int part = 0; part < (kv_formats[f] == KMLA_KV_PACKED ? 3 : 2); part++) {
             for (int e = 0; e < COUNT(offsets_from_end); e++) {
                 for (int d = 0; d < COUNT(dims); d++, n++) {
@@ -1193,8 +1219,8 @@ static void test_nan_tokens(void) {
                     c.shape.rows_per_request = 4;
                     c.shape.kv_format = kv_formats[f];
                     c.shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
-                    c.shape.tile = tiles[n % 3];
-                    c.shape.splits = 1 + n / 3 % 2;
+                    c.shape.tile = list->tiles[n % list->count];
+                    c.shape.splits = 1 + n / list->count % 2;
                     c.lengths = lengths;
                     build(&c);
                     put_nan(&c, record_of(&c, 3, 115 - offsets_from_end[e]), part, dims[d]);
@@ -1882,6 +1908,7 @@ static void test_bad_decode(void) {
     REFUSED_DECODE(workspace, l.args.workspace + 8, KMLA_ERROR_ARGUMENT);
     REFUSED_DECODE(workspace_bytes, l.args.workspace_bytes - 1, KMLA_ERROR_WORKSPACE);
     REFUSED_PLAN(version, 0);
+    REFUSED_PLAN(reader, 3);
     REFUSED_PLAN(shape.heads, 0);
     REFUSED_PLAN(shape.rows, 0);
     REFUSED_PLAN(shape.kv_format, 3);
@@ -2426,9 +2453,17 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
+static int is_wanted(const group* g) {
+    int wanted = options.only_count == 0;
+    for (int i = 0; i < options.only_count; i++) {
+        wanted = wanted || strstr(g->name, options.only[i]) != NULL;
+    }
+    return wanted;
+}
+
 static void run_group(const group* g) {
     const double begin = now();
-    if (options.only != NULL && strstr(g->name, options.only) == NULL) {
+    if (!is_wanted(g)) {
         return;
     }
     score.group = g->name;
@@ -2444,36 +2479,57 @@ static void run_group(const group* g) {
     fflush(stdout);
 }
 
+static int usage(const char* program) {
+    fprintf(stderr,
+            "usage: %s [--library PATH] [--quick] [--only SUBSTRING]... "
+            "[--reader portable|hopper] [--seed N] [--host] [--watched]\n",
+            program);
+    return 2;
+}
+
 int main(int count, char** words) {
+    static const char* const readers[] = {"planner's", "portable", "hopper"}; // KMLA_READER_*
     const char* library = NULL;
-    int host = 0;
+    int host = 0, watched = 0;
     options.seed = 1;
     for (int i = 1; i < count; i++) {
         if (strcmp(words[i], "--quick") == 0) {
             options.quick = 1;
         } else if (strcmp(words[i], "--host") == 0) {
             host = 1;
-        } else if (strcmp(words[i], "--library") == 0 && i + 1 < count) {
+        } else if (strcmp(words[i], "--watched") == 0) {
+            watched = 1;
+        } else if (i + 1 == count) {
+            return usage(words[0]);
+        } else if (strcmp(words[i], "--library") == 0) {
             library = words[++i];
-        } else if (strcmp(words[i], "--only") == 0 && i + 1 < count) {
-            options.only = words[++i];
-        } else if (strcmp(words[i], "--seed") == 0 && i + 1 < count) {
+        } else if (strcmp(words[i], "--only") == 0 && options.only_count < MOST_ONLY) {
+            options.only[options.only_count++] = words[++i];
+        } else if (strcmp(words[i], "--seed") == 0) {
             options.seed = strtoull(words[++i], NULL, 10);
+        } else if (strcmp(words[i], "--reader") == 0 && strcmp(words[i + 1], readers[1]) == 0) {
+            options.reader = KMLA_READER_PORTABLE;
+            i++;
+        } else if (strcmp(words[i], "--reader") == 0 && strcmp(words[i + 1], readers[2]) == 0) {
+            options.reader = KMLA_READER_HOPPER;
+            i++;
         } else {
-            fprintf(stderr,
-                    "usage: %s [--library PATH] [--quick] [--only SUBSTRING] [--seed N] "
-                    "[--host]\n",
-                    words[0]);
-            return 2;
+            return usage(words[0]);
         }
     }
-    backend_open(host, library);
+    backend_open(host, library, watched);
     printf("on %s", backend.name);
     if (!host) {
-        printf(", compute capability %d.%d, %d multiprocessors", backend.card.compute_major,
-               backend.card.compute_minor, backend.card.multiprocessors);
+        printf(", compute capability %d.%d, %d multiprocessors, %s reader",
+               backend.card.compute_major, backend.card.compute_minor,
+               backend.card.multiprocessors, readers[options.reader]);
     }
     printf("\n");
+    if (!host && options.reader == KMLA_READER_HOPPER &&
+        (backend.card.compute_major != 9 || backend.card.compute_minor != 0)) {
+        printf("STOP: the Hopper reader is for compute capability 9.0\n");
+        return 1;
+    }
     for (int i = 0; i < COUNT(groups); i++) {
         run_group(&groups[i]);
     }
@@ -2483,5 +2539,5 @@ int main(int count, char** words) {
         printf(", %d skipped", score.skipped);
     }
     printf("\n");
-    return score.groups_failed > 0;
+    return score.groups_failed > 0 || score.groups_passed == 0; // a wrong --only passes nothing
 }

@@ -13,9 +13,13 @@
 // The score
 // =============================================================================
 
+#define MOST_ONLY 16
+
 static struct options {
     int quick;
-    const char* only;
+    const char* only[MOST_ONLY]; // substrings of the names of groups
+    int only_count;              // 0: all groups
+    int32_t reader;              // KMLA_READER_*, 0 = the planner's
     uint64_t seed;
 } options;
 
@@ -156,8 +160,22 @@ static int load_and_launch(ref_case* c, const char* what) {
     return done;
 }
 
+// The reader that was asked for; BF16 KV has only the portable one.
+static int32_t reader_for(int32_t kv_format) {
+    return kv_format == KMLA_KV_BF16 && options.reader == KMLA_READER_HOPPER ? KMLA_READER_PORTABLE
+                                                                             : options.reader;
+}
+
+static void plan_case(ref_case* c) {
+    c->shape.reader = reader_for(c->shape.kv_format);
+    if (ref_plan(c, backend_card()) != KMLA_OK) {
+        backend_stop("a case cannot be planned");
+    }
+}
+
 static void build(ref_case* c) {
     c->seed = c->seed == 0 ? draw() : c->seed;
+    c->shape.reader = reader_for(c->shape.kv_format);
     if (ref_build(c, backend_card()) != KMLA_OK) {
         backend_stop("a case cannot be built");
     }
@@ -165,9 +183,7 @@ static void build(ref_case* c) {
 
 // Plans again after a change of c->shape, and makes a workspace for it.
 static void plan_again(ref_case* c, loaded* l) {
-    if (ref_plan(c, backend_card()) != KMLA_OK) {
-        backend_stop("a case cannot be planned");
-    }
+    plan_case(c);
     load_workspace(c, l);
 }
 
@@ -315,13 +331,14 @@ static const char* describe(const ref_case* c) {
     static const char* const kv[] = {"packed", "e4m3", "bf16"};
     static const char* const query[] = {"bf16", "packed", "e4m3"};
     static char text[320];
+    static const char* const readers[] = {"host", "portable", "Hopper"};
     const kmla_shape* s = &c->plan.shape;
     snprintf(text, sizeof text,
-             "kv %s query %s%s, %d requests x %d rows (%d) x %d heads, capacity %lld, page %d%s, "
+             "%s reader, kv %s query %s%s, %d requests x %d rows (%d) x %d heads, capacity %lld, page %d%s, "
              "tile %d, %s%d splits of %s, single %d, out %s, %s%s window %d dcp %d/%d/%d, "
              "seed %llu",
-             kv[s->kv_format], query[s->query_format], s->mode ? " in e4m3 mode" : "", s->requests,
-             s->rows_per_request, s->rows, s->heads, (long long)s->capacity_tokens, s->page_tokens,
+             readers[c->plan.reader], kv[s->kv_format], query[s->query_format], s->mode ? " in e4m3 mode" : "",
+             s->requests, s->rows_per_request, s->rows, s->heads, (long long)s->capacity_tokens, s->page_tokens,
              s->slot_list ? " slots" : "", c->plan.tile, s->split_mode ? "balanced " : "",
              c->plan.splits, s->partial_type ? "fp32" : "bf16", s->single_split_chunks,
              c->out_type ? "fp32" : "bf16", s->lengths.lengths_kind ? "global" : "local",

@@ -697,6 +697,8 @@ static void test_splits_and_merge(void** state) {
     reset_fake(NULL);
     fake->compute_major = 8;
     gpu = open_fake();
+    assert_int_equal(kmla_gpu_prepare(gpu, &plan, NULL, NULL), KMLA_ERROR_ARCHITECTURE);
+    plan = plan_on(card(8, 0), 99, 4);
     assert_int_equal(kmla_gpu_prepare(gpu, &plan, NULL, NULL), KMLA_OK);
     assert_int_equal(kmla_gpu_decode(gpu, &plan, &args, NULL, NULL), KMLA_OK);
     assert_int_equal(merge->programmatic, 0);
