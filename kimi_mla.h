@@ -35,6 +35,8 @@
 //     KIMI_MLA_IMPLEMENTATION   not defined   emit the function bodies here
 //     KIMI_MLA_STATIC           not defined   every function is static
 //     KIMI_MLA_NO_GPU           not defined   leave the GPU side out: no dlopen, no device source
+//     KIMI_MLA_NO_NVRTC         not defined   leave the compiler and device source out: kernels are
+//                                             images that tools/kmla made
 //     KMLA_API                  extern        linkage of the public functions
 //     KMLA_MALLOC(bytes)        malloc        used by open, compile and the checking mode only
 //     KMLA_FREE(pointer)        free          its partner
@@ -516,14 +518,15 @@ KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, km
 // Describes the device of the calling thread's current context. Errors: CONTEXT, CUDA.
 KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_error* error);
 
-// A compiled image: CUBIN for exactly one architecture.
+// A compiled image: CUBIN for exactly one architecture, behind a head of 64 bytes that says what
+// it is of. Keep its bytes in a file or an array; kmla_image_open makes an image of them again.
 typedef struct kmla_image {
-    void* data;            // KMLA_MALLOC; kmla_image_free frees it
+    void* data;            // KMLA_MALLOC, or the caller's; see borrowed
     size_t bytes;
     int32_t variant;       // which kernels: kmla_plan_variant, or 0 for the writers and combine
     int32_t compute_major; // the card it is for
     int32_t compute_minor;
-    int32_t unused_;
+    int32_t borrowed;      // 1: data is the caller's, of kmla_image_open
 } kmla_image;
 
 // Receives NVRTC's log, also when it succeeds with a log. The text ends when the call returns.
@@ -534,11 +537,20 @@ typedef struct kmla_log {
 
 // Compiles the kernels of a plan, or with plan NULL the writers and the combine, for
 // device->compute_major.minor. Needs no GPU and no context. Slow (seconds). Any thread.
-// Errors: ARGUMENT, LIBRARY, SYMBOL, ARCHITECTURE (NVRTC does not know the card; the message
-// has NVRTC's version and what it knows), COMPILE, MEMORY.
+// Errors: ARGUMENT, LIBRARY (also with KIMI_MLA_NO_NVRTC), SYMBOL, ARCHITECTURE (NVRTC does not
+// know the card; the message has NVRTC's version and what it knows), COMPILE, MEMORY.
 KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_log* log,
                                       kmla_image* image, kmla_error* error);
+
+// An image of bytes that kmla_gpu_compile made earlier, also on another machine. `data` stays the
+// caller's, aligned to 8 bytes; it is not copied and must outlive the image. Any thread.
+// Errors: ARGUMENT (empty, unaligned, cut off, damaged, of another version or device source; the
+// message says which). Whether it fits the plan and the card is kmla_gpu_prepare's to check.
+KMLA_API kmla_status kmla_image_open(const void* data, size_t bytes, kmla_image* image,
+                                     kmla_error* error);
+
+// Frees what kmla_gpu_compile allocated and zeroes the image. NULL does nothing.
 KMLA_API void kmla_image_free(kmla_image* image);
 
 // Loads a plan's kernels into the current context, or with plan NULL the writers and the
@@ -547,7 +559,8 @@ KMLA_API void kmla_image_free(kmla_image* image);
 // nothing. Call it outside capture, once per context and plan, before any launch.
 // Not from two threads at once on one object.
 // Errors: CONTEXT (none current, or another than the first prepare's), CAPTURE is not detected
-// here, ARCHITECTURE (an image for another card), UNSUPPORTED (less shared memory than planned),
+// here, ARGUMENT (an image that kmla_image_open refuses or of another variant or plan),
+// ARCHITECTURE (an image for another card), UNSUPPORTED (less shared memory than planned),
 // CUDA, and those of kmla_gpu_compile.
 KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_image* image, kmla_error* error);
@@ -577,7 +590,8 @@ KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan);
 
 // The whole device source as NVRTC gets it (facts first), for offline compilers and caches.
 // *bytes is the room of text and becomes the need, the final zero included; text may be NULL.
-// Errors: ARGUMENT (bytes is NULL, or the room too small: text stays as it was). Any thread.
+// Errors: ARGUMENT (bytes is NULL, or the room too small: text stays as it was), LIBRARY (with
+// KIMI_MLA_NO_NVRTC). Any thread.
 KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* error);
 
 #endif // KIMI_MLA_NO_GPU
@@ -1245,12 +1259,13 @@ static int32_t kmla_i_hopper_shared_bytes(int32_t kv_format, int32_t tile) {
     return aligned + records + query + weights + ratios + tops + state;
 }
 
-// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV, with
-// the large tile only for packed KV) and shared memory allow it.
+// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV; with
+// the large tile for packed KV on 9.x, where it was measured) and shared memory allow it.
 static int32_t kmla_i_resident_blocks(const kmla_device* device, int32_t kv_format, int32_t tile) {
     int32_t block_bytes = kmla_i_reader_shared_bytes(kv_format, tile, 2) +
                           KMLA_I_BLOCK_RESERVED_BYTES;
-    int registers = kv_format == KMLA_KV_PACKED || (kv_format == KMLA_KV_E4M3 && tile <= 16);
+    int registers = kv_format != KMLA_KV_BF16 &&
+                    (tile <= 16 || (kv_format == KMLA_KV_PACKED && device->compute_major == 9));
     return registers && device->shared_bytes_sm / block_bytes >= 2 ? 2 : 1;
 }
 
@@ -2958,6 +2973,7 @@ typedef struct kmla_i_launch_config {
 #define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
 #define KMLA_I_CAPTURE_IMPLICIT 906
 #define KMLA_I_NVRTC_BUILTINS_FAILED 7
+#define KMLA_I_NVRTC_HOPPER 12000 // the first release that knows sm_90a
 
 // X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
 #define KMLA_I_CUDA_FUNCTIONS(X)                                                                   \
@@ -3064,7 +3080,10 @@ typedef struct kmla_i_device_part {
     int32_t first_line;
     const char* text;
 } kmla_i_device_part;
+#ifndef KIMI_MLA_NO_NVRTC
 static size_t kmla_i_device_part_list(const kmla_i_device_part** parts);
+#endif
+static uint64_t kmla_i_device_parts_hash(void); // of the texts, kept also where they are left out
 
 // -----------------------------------------------------------------------------
 // Text and errors
@@ -3094,24 +3113,6 @@ static void kmla_i_text_join(char* to, size_t room, const char* first, const cha
     kmla_i_text_add(&text, second);
 }
 
-// The first line of a log that speaks of an error, else its first line.
-static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
-    const char* start = strstr(log, "error");
-    size_t length;
-    if (!start) {
-        start = log;
-    }
-    while (start > log && start[-1] != '\n') {
-        --start;
-    }
-    length = strcspn(start, "\n");
-    if (length >= room) {
-        length = room - 1;
-    }
-    memcpy(line, start, length);
-    line[length] = 0;
-}
-
 static kmla_status kmla_i_fail_library(kmla_error* error, kmla_status status, const char* library,
                                        const char* message) {
     kmla_i_fail(error, status, "%s", message);
@@ -3135,24 +3136,6 @@ static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, cons
         kmla_i_text_join(error->library, sizeof error->library, gpu->cuda_library, "");
     }
     return KMLA_ERROR_CUDA;
-}
-
-static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                     kmla_status status, int result, const char* message) {
-    kmla_i_fail_library(error, status, nvrtc->library, message);
-    if (error) {
-        error->nvrtc_result = result;
-        error->nvrtc_version = nvrtc->release;
-    }
-    return status;
-}
-
-static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                          const char* call, int result) {
-    char message[256];
-    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
-             result);
-    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
 }
 
 // -----------------------------------------------------------------------------
@@ -3186,72 +3169,6 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 }
 #endif
 
-// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
-#define KMLA_I_NVRTC_FOLDER_COUNT 3
-static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
-#if defined(_WIN32)
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
-    const char* root = getenv(variables[index]);
-#else
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
-    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
-#endif
-    folder[0] = 0;
-    if (root && root[0]) {
-        kmla_i_text_join(folder, room, root, below[index]);
-    }
-}
-
-// Opens a handle, else a path, else the names. Writes what it was opened by.
-static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
-    static const char* const names[] = KMLA_I_NVRTC_NAMES;
-    char message[sizeof error->message];
-    kmla_i_text text = {message, sizeof message, 0};
-    int folder, i;
-    void* library;
-    if (gpu->nvrtc_handle) {
-        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
-        return gpu->nvrtc_handle;
-    }
-    if (gpu->nvrtc_path) {
-        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
-        library = kmla_i_library_open(gpu->nvrtc_path);
-        if (!library) {
-            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
-        }
-        return library;
-    }
-    message[0] = 0;
-    kmla_i_text_add(&text, "NVRTC was not found; tried");
-    for (i = 0; names[i]; ++i) {
-        kmla_i_text_add(&text, i ? ", " : " ");
-        kmla_i_text_add(&text, names[i]);
-    }
-    kmla_i_text_add(&text, " in the loader's search path");
-    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
-        char path[256] = "";
-        if (folder >= 0) {
-            kmla_i_nvrtc_folder(folder, path, sizeof path);
-            if (!path[0]) {
-                continue;
-            }
-            kmla_i_text_add(&text, ", ");
-            kmla_i_text_add(&text, path);
-        }
-        for (i = 0; names[i]; ++i) {
-            kmla_i_text_join(name, room, path, names[i]);
-            library = kmla_i_library_open(name);
-            if (library) {
-                return library;
-            }
-        }
-    }
-    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
-    return NULL;
-}
-
 static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
                                          const char* symbol) {
     char message[256];
@@ -3263,29 +3180,6 @@ static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
     if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                  \
         return kmla_i_missing_symbol(error, name, symbol);                                         \
     }
-
-// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
-static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
-                                     kmla_error* error) {
-    char* name = functions->library;
-    int major = 0, minor = 0, result;
-    void* library;
-    if (gpu->without_nvrtc) {
-        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
-                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
-    }
-    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
-    if (!library) {
-        return KMLA_ERROR_LIBRARY;
-    }
-    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
-    result = functions->version(&major, &minor);
-    functions->release = major * 1000 + minor * 10;
-    if (result != 0) {
-        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
-    }
-    return KMLA_OK;
-}
 
 static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
     kmla_i_cuda* functions = &gpu->cuda;
@@ -3412,8 +3306,352 @@ KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_er
 }
 
 // -----------------------------------------------------------------------------
-// Device source and compile
+// Images: a CUBIN behind a head that says what it is of, so that it may lie in a file
 // -----------------------------------------------------------------------------
+
+// The head, little-endian: magic, the int32 and the uint64 in this order. The checksum is of all
+// that comes before it and of the CUBIN.
+typedef struct kmla_i_image_head {
+    int32_t version;                     // KMLA_VERSION
+    int32_t variant;                     // as in kmla_image
+    int32_t compute_major;
+    int32_t compute_minor;
+    int32_t suffix;                      // of the architecture: 'a' of sm_90a, else 0
+    int32_t shared_bytes;                // as in the plan; 0 for the support kernels
+    int32_t resident;
+    int32_t stages;
+    uint64_t source_hash;
+    uint64_t cubin_bytes;
+    uint64_t checksum;
+} kmla_i_image_head;
+
+#define KMLA_I_IMAGE_MAGIC "KMLA IMG"
+#define KMLA_I_IMAGE_HEAD_BYTES 64
+#define KMLA_I_IMAGE_CHECKSUM_OFFSET 56
+#define KMLA_I_HASH_START 0xCBF29CE484222325ull // FNV-1a
+
+static uint64_t kmla_i_hash(uint64_t hash, const void* data, size_t bytes) {
+    const unsigned char* from = (const unsigned char*)data;
+    size_t i;
+    for (i = 0; i < bytes; ++i) {
+        hash = (hash ^ from[i]) * 0x100000001B3ull;
+    }
+    return hash;
+}
+
+// Of all that the compiler reads: the files of the device source, the facts and the structs.
+static uint64_t kmla_i_source_hash(void) {
+    uint64_t hash = kmla_i_device_parts_hash();
+    hash = kmla_i_hash(hash, kmla_i_device_facts, sizeof kmla_i_device_facts - 1);
+    return kmla_i_hash(hash, kmla_i_device_structs, sizeof kmla_i_device_structs - 1);
+}
+
+// The Hopper reader's instructions are sm_90a's alone.
+static int32_t kmla_i_architecture_suffix(const kmla_plan* plan) {
+    return plan && plan->reader == KMLA_READER_HOPPER ? 'a' : 0;
+}
+
+// What the head of a plan's image says, up to the CUBIN's size and the checksum.
+static kmla_i_image_head kmla_i_image_head_of(const kmla_plan* plan, const kmla_device* device) {
+    kmla_i_image_head head;
+    memset(&head, 0, sizeof head);
+    head.version = KMLA_VERSION;
+    head.compute_major = device->compute_major;
+    head.compute_minor = device->compute_minor;
+    head.suffix = kmla_i_architecture_suffix(plan);
+    if (plan) {
+        head.variant = kmla_plan_variant(plan);
+        head.shared_bytes = plan->shared_bytes;
+        head.resident = plan->resident;
+        head.stages = plan->stages;
+    }
+    head.source_hash = kmla_i_source_hash();
+    return head;
+}
+
+static uint64_t kmla_i_read_little(const unsigned char** from, int bytes) {
+    uint64_t value = 0;
+    int i;
+    for (i = 0; i < bytes; ++i) {
+        value |= (uint64_t)*(*from)++ << (8 * i);
+    }
+    return value;
+}
+
+static int32_t kmla_i_read_int32(const unsigned char** from) {
+    return (int32_t)(uint32_t)kmla_i_read_little(from, 4);
+}
+
+static uint64_t kmla_i_image_checksum(const unsigned char* data, size_t bytes) {
+    uint64_t hash = kmla_i_hash(KMLA_I_HASH_START, data, KMLA_I_IMAGE_CHECKSUM_OFFSET);
+    return kmla_i_hash(hash, data + KMLA_I_IMAGE_HEAD_BYTES, bytes - KMLA_I_IMAGE_HEAD_BYTES);
+}
+
+// Takes an image's head, if the image is whole and this header's own.
+static kmla_status kmla_i_read_image(const void* data, size_t bytes, kmla_i_image_head* head,
+                                     kmla_error* error) {
+    const unsigned char* from = (const unsigned char*)data;
+    if (!data || bytes == 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image is empty");
+    }
+    if ((uintptr_t)data % 8 != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image is not aligned to 8 bytes");
+    }
+    if (bytes < KMLA_I_IMAGE_HEAD_BYTES) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image is cut off: it has %llu bytes, its head alone has %d",
+                           (unsigned long long)bytes, KMLA_I_IMAGE_HEAD_BYTES);
+    }
+    if (memcmp(from, KMLA_I_IMAGE_MAGIC, 8) != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image is none that kmla_gpu_compile made: its magic is wrong");
+    }
+    from += 8;
+    head->version = kmla_i_read_int32(&from);
+    head->variant = kmla_i_read_int32(&from);
+    head->compute_major = kmla_i_read_int32(&from);
+    head->compute_minor = kmla_i_read_int32(&from);
+    head->suffix = kmla_i_read_int32(&from);
+    head->shared_bytes = kmla_i_read_int32(&from);
+    head->resident = kmla_i_read_int32(&from);
+    head->stages = kmla_i_read_int32(&from);
+    head->source_hash = kmla_i_read_little(&from, 8);
+    head->cubin_bytes = kmla_i_read_little(&from, 8);
+    head->checksum = kmla_i_read_little(&from, 8);
+    if (head->version != KMLA_VERSION) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image was made by version %d of the header, this is version %d",
+                           (int)head->version, KMLA_VERSION);
+    }
+    if (head->source_hash != kmla_i_source_hash()) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image was made of another device source: its hash is %016llx, this "
+                           "header's is %016llx",
+                           (unsigned long long)head->source_hash,
+                           (unsigned long long)kmla_i_source_hash());
+    }
+    if (head->cubin_bytes == 0 || head->cubin_bytes != bytes - KMLA_I_IMAGE_HEAD_BYTES) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image has a CUBIN of %llu bytes, its head says %llu",
+                           (unsigned long long)(bytes - KMLA_I_IMAGE_HEAD_BYTES),
+                           (unsigned long long)head->cubin_bytes);
+    }
+    if (head->checksum != kmla_i_image_checksum((const unsigned char*)data, bytes)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image is damaged: its checksum is not that of its bytes");
+    }
+    return KMLA_OK;
+}
+
+KMLA_API kmla_status kmla_image_open(const void* data, size_t bytes, kmla_image* image,
+                                     kmla_error* error) {
+    kmla_i_image_head head;
+    kmla_status status;
+    if (!image) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image is NULL");
+    }
+    status = kmla_i_read_image(data, bytes, &head, error);
+    if (status == KMLA_OK) {
+        image->data = (void*)data;
+        image->bytes = bytes;
+        image->variant = head.variant;
+        image->compute_major = head.compute_major;
+        image->compute_minor = head.compute_minor;
+        image->borrowed = 1;
+    }
+    return status;
+}
+
+KMLA_API void kmla_image_free(kmla_image* image) {
+    if (image) {
+        if (!image->borrowed) {
+            KMLA_FREE(image->data);
+        }
+        memset(image, 0, sizeof *image);
+    }
+}
+
+// The image must be what the plan would be compiled to for this card. What counts is the head: the
+// driver is given no size, and reads where the CUBIN leads it.
+static kmla_status kmla_i_check_image(const kmla_image* image, const kmla_plan* plan,
+                                      const kmla_device* device, kmla_error* error) {
+    const kmla_i_image_head wanted = kmla_i_image_head_of(plan, device);
+    kmla_i_image_head head;
+    kmla_status status = kmla_i_read_image(image->data, image->bytes, &head, error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (head.variant != wanted.variant) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image has variant %d, the plan needs %d",
+                           (int)head.variant, (int)wanted.variant);
+    }
+    if (head.compute_major != wanted.compute_major || head.compute_minor != wanted.compute_minor ||
+        head.suffix != wanted.suffix) {
+        return kmla_i_fail(error, KMLA_ERROR_ARCHITECTURE,
+                           "image is for compute capability %d.%d%s, the plan needs %d.%d%s on "
+                           "this card",
+                           (int)head.compute_major, (int)head.compute_minor,
+                           head.suffix ? "a" : "", (int)wanted.compute_major,
+                           (int)wanted.compute_minor, wanted.suffix ? "a" : "");
+    }
+    if (head.shared_bytes != wanted.shared_bytes || head.resident != wanted.resident ||
+        head.stages != wanted.stages) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "image has shared_bytes %d, resident %d, stages %d; the plan has %d, "
+                           "%d, %d",
+                           (int)head.shared_bytes, (int)head.resident, (int)head.stages,
+                           (int)wanted.shared_bytes, (int)wanted.resident, (int)wanted.stages);
+    }
+    return KMLA_OK;
+}
+
+// -----------------------------------------------------------------------------
+// Plans that a GPU runs
+// -----------------------------------------------------------------------------
+
+static kmla_status kmla_i_check_gpu_reader(const kmla_plan* plan, kmla_error* error) {
+    if (plan->reader == KMLA_READER_HOST) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "plan is for the host reader: it was made without a device");
+    }
+    return KMLA_OK;
+}
+
+// Of compile and prepare, where NULL stands for the support kernels.
+static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* error) {
+    kmla_status status = plan ? kmla_i_check_whole_plan(plan, error) : KMLA_OK;
+    return plan && status == KMLA_OK ? kmla_i_check_gpu_reader(plan, error) : status;
+}
+
+// -----------------------------------------------------------------------------
+// NVRTC: find it, give it the device source, take its CUBIN
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_NVRTC
+
+// The first line of a log that speaks of an error, else its first line.
+static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
+    const char* start = strstr(log, "error");
+    size_t length;
+    if (!start) {
+        start = log;
+    }
+    while (start > log && start[-1] != '\n') {
+        --start;
+    }
+    length = strcspn(start, "\n");
+    if (length >= room) {
+        length = room - 1;
+    }
+    memcpy(line, start, length);
+    line[length] = 0;
+}
+
+static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                     kmla_status status, int result, const char* message) {
+    kmla_i_fail_library(error, status, nvrtc->library, message);
+    if (error) {
+        error->nvrtc_result = result;
+        error->nvrtc_version = nvrtc->release;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                          const char* call, int result) {
+    char message[256];
+    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
+             result);
+    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
+}
+
+// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
+#define KMLA_I_NVRTC_FOLDER_COUNT 3
+static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
+#if defined(_WIN32)
+    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
+    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
+    const char* root = getenv(variables[index]);
+#else
+    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
+    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
+    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
+#endif
+    folder[0] = 0;
+    if (root && root[0]) {
+        kmla_i_text_join(folder, room, root, below[index]);
+    }
+}
+
+// Opens a handle, else a path, else the names. Writes what it was opened by.
+static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
+    static const char* const names[] = KMLA_I_NVRTC_NAMES;
+    char message[sizeof error->message];
+    kmla_i_text text = {message, sizeof message, 0};
+    int folder, i;
+    void* library;
+    if (gpu->nvrtc_handle) {
+        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
+        return gpu->nvrtc_handle;
+    }
+    if (gpu->nvrtc_path) {
+        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
+        library = kmla_i_library_open(gpu->nvrtc_path);
+        if (!library) {
+            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
+        }
+        return library;
+    }
+    message[0] = 0;
+    kmla_i_text_add(&text, "NVRTC was not found; tried");
+    for (i = 0; names[i]; ++i) {
+        kmla_i_text_add(&text, i ? ", " : " ");
+        kmla_i_text_add(&text, names[i]);
+    }
+    kmla_i_text_add(&text, " in the loader's search path");
+    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
+        char path[256] = "";
+        if (folder >= 0) {
+            kmla_i_nvrtc_folder(folder, path, sizeof path);
+            if (!path[0]) {
+                continue;
+            }
+            kmla_i_text_add(&text, ", ");
+            kmla_i_text_add(&text, path);
+        }
+        for (i = 0; names[i]; ++i) {
+            kmla_i_text_join(name, room, path, names[i]);
+            library = kmla_i_library_open(name);
+            if (library) {
+                return library;
+            }
+        }
+    }
+    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
+    return NULL;
+}
+
+// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
+                                     kmla_error* error) {
+    char* name = functions->library;
+    int major = 0, minor = 0, result;
+    void* library;
+    if (gpu->without_nvrtc) {
+        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
+    }
+    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
+    if (!library) {
+        return KMLA_ERROR_LIBRARY;
+    }
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    result = functions->version(&major, &minor);
+    functions->release = major * 1000 + minor * 10;
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
+    }
+    return KMLA_OK;
+}
 
 // Facts, the first file (it has the integer types), the argument structs, all other files.
 static void kmla_i_add_device_source(kmla_i_text* text) {
@@ -3460,8 +3698,8 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 }
 
 // The architecture must be the card's own: a step down would hide what the card can do.
-static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const kmla_device* device,
-                                             kmla_error* error) {
+static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const kmla_plan* plan,
+                                             const kmla_device* device, kmla_error* error) {
     int wanted = device->compute_major * 10 + device->compute_minor;
     int known[256]; // NVRTC 13.0 has 12
     int count = 0, i;
@@ -3473,6 +3711,13 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
     }
     if (result != 0) {
         return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetSupportedArchs", result);
+    }
+    if (kmla_i_architecture_suffix(plan) && nvrtc->release < KMLA_I_NVRTC_HOPPER) {
+        snprintf(message, sizeof message,
+                 "NVRTC %d.%d cannot compile for sm_90a, which the plan's Hopper reader needs and "
+                 "NVRTC 12.0 brought; shape.reader = KMLA_READER_PORTABLE needs only sm_90",
+                 nvrtc->release / 1000, nvrtc->release % 1000 / 10);
+        return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_ARCHITECTURE, 0, message);
     }
     snprintf(message, sizeof message,
              "NVRTC %d.%d cannot compile for compute capability %d.%d (sm_%d); it supports",
@@ -3522,25 +3767,56 @@ static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, i
                              compile_result, message);
 }
 
-static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program, kmla_image* image,
-                                     kmla_error* error) {
+static void kmla_i_write_little(unsigned char** to, uint64_t value, int bytes) {
+    for (; bytes > 0; --bytes, value >>= 8) {
+        *(*to)++ = (unsigned char)(value & 255);
+    }
+}
+
+// The reverse of kmla_i_read_image; the CUBIN lies behind the head already.
+static void kmla_i_write_image_head(const kmla_i_image_head* head, unsigned char* data,
+                                    size_t bytes) {
+    unsigned char* to = data + 8;
+    memcpy(data, KMLA_I_IMAGE_MAGIC, 8);
+    kmla_i_write_little(&to, (uint32_t)head->version, 4);
+    kmla_i_write_little(&to, (uint32_t)head->variant, 4);
+    kmla_i_write_little(&to, (uint32_t)head->compute_major, 4);
+    kmla_i_write_little(&to, (uint32_t)head->compute_minor, 4);
+    kmla_i_write_little(&to, (uint32_t)head->suffix, 4);
+    kmla_i_write_little(&to, (uint32_t)head->shared_bytes, 4);
+    kmla_i_write_little(&to, (uint32_t)head->resident, 4);
+    kmla_i_write_little(&to, (uint32_t)head->stages, 4);
+    kmla_i_write_little(&to, head->source_hash, 8);
+    kmla_i_write_little(&to, head->cubin_bytes, 8);
+    kmla_i_write_little(&to, kmla_i_image_checksum(data, bytes), 8);
+}
+
+static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
+                                     const kmla_plan* plan, const kmla_device* device,
+                                     kmla_image* image, kmla_error* error) {
+    kmla_i_image_head head = kmla_i_image_head_of(plan, device);
     size_t bytes = 0;
-    void* data;
+    unsigned char* data;
     int result = nvrtc->cubin_bytes(program, &bytes);
     if (result != 0) {
         return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBINSize", result);
     }
-    data = KMLA_MALLOC(bytes);
+    data = (unsigned char*)KMLA_MALLOC(KMLA_I_IMAGE_HEAD_BYTES + bytes);
     if (!data) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for an image");
     }
-    result = nvrtc->cubin(program, (char*)data);
+    result = nvrtc->cubin(program, (char*)data + KMLA_I_IMAGE_HEAD_BYTES);
     if (result != 0) {
         KMLA_FREE(data);
         return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBIN", result);
     }
+    head.cubin_bytes = bytes;
+    kmla_i_write_image_head(&head, data, KMLA_I_IMAGE_HEAD_BYTES + bytes);
     image->data = data;
-    image->bytes = bytes;
+    image->bytes = KMLA_I_IMAGE_HEAD_BYTES + bytes;
+    image->variant = head.variant;
+    image->compute_major = head.compute_major;
+    image->compute_minor = head.compute_minor;
     return KMLA_OK;
 }
 
@@ -3550,12 +3826,13 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
                                        const kmla_log* log, kmla_image* image, kmla_error* error) {
     char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
     const char* options[12];
-    int hopper = plan && plan->reader == KMLA_READER_HOPPER; // its instructions are sm_90a's alone
+    int hopper = plan && plan->reader == KMLA_READER_HOPPER;
     int count = 0, result;
     void* program = NULL;
     kmla_status status;
     snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d%s",
-             device->compute_major, device->compute_minor, hopper ? "a" : "");
+             (int)device->compute_major, (int)device->compute_minor,
+             kmla_i_architecture_suffix(plan) ? "a" : "");
     options[count++] = architecture;
     options[count++] = "--std=c++17";
     options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
@@ -3584,24 +3861,10 @@ static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* so
     result = nvrtc->compile(program, count, options);
     status = kmla_i_report_log(nvrtc, program, result, log, error);
     if (status == KMLA_OK) {
-        status = kmla_i_take_cubin(nvrtc, program, image, error);
+        status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);
     }
     nvrtc->destroy(&program);
     return status;
-}
-
-static kmla_status kmla_i_check_gpu_reader(const kmla_plan* plan, kmla_error* error) {
-    if (plan->reader == KMLA_READER_HOST) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "plan is for the host reader: it was made without a device");
-    }
-    return KMLA_OK;
-}
-
-// Of compile and prepare, where NULL stands for the support kernels.
-static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* error) {
-    kmla_status status = plan ? kmla_i_check_whole_plan(plan, error) : KMLA_OK;
-    return plan && status == KMLA_OK ? kmla_i_check_gpu_reader(plan, error) : status;
 }
 
 static kmla_status kmla_i_check_reader_runs(const kmla_plan* plan, const kmla_device* device,
@@ -3638,7 +3901,7 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
         status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_check_architecture(&nvrtc, device, error);
+        status = kmla_i_check_architecture(&nvrtc, plan, device, error);
     }
     if (status != KMLA_OK) {
         return status;
@@ -3655,20 +3918,29 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
     }
     KMLA_FREE(source);
     if (status == KMLA_OK) {
-        made.variant = plan ? kmla_plan_variant(plan) : 0;
-        made.compute_major = device->compute_major;
-        made.compute_minor = device->compute_minor;
         *image = made;
     }
     return status;
 }
 
-KMLA_API void kmla_image_free(kmla_image* image) {
-    if (image) {
-        KMLA_FREE(image->data);
-        memset(image, 0, sizeof *image);
-    }
+#else // KIMI_MLA_NO_NVRTC
+
+KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* error) {
+    (void)text, (void)bytes;
+    return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                       "the device source was left out by KIMI_MLA_NO_NVRTC");
 }
+
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error) {
+    (void)gpu, (void)plan, (void)device, (void)log, (void)image;
+    return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                       "compiling was left out by KIMI_MLA_NO_NVRTC: kmla_gpu_prepare needs images "
+                       "that tools/kmla made");
+}
+
+#endif // KIMI_MLA_NO_NVRTC
 
 // -----------------------------------------------------------------------------
 // Prepare and close
@@ -3710,25 +3982,6 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
     return KMLA_OK;
 }
 
-static kmla_status kmla_i_check_image(const kmla_image* image, int32_t variant,
-                                      const kmla_device* device, kmla_error* error) {
-    if (!image->data || image->bytes == 0) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image is empty");
-    }
-    if (image->variant != variant) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "image has variant %d, the plan needs %d",
-                           (int)image->variant, (int)variant);
-    }
-    if (image->compute_major != device->compute_major ||
-        image->compute_minor != device->compute_minor) {
-        return kmla_i_fail(error, KMLA_ERROR_ARCHITECTURE,
-                           "image is for compute capability %d.%d, the card has %d.%d",
-                           (int)image->compute_major, (int)image->compute_minor,
-                           (int)device->compute_major, (int)device->compute_minor);
-    }
-    return KMLA_OK;
-}
-
 // Loads the image, or the one that it compiles if there is none.
 static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_image* image,
@@ -3738,13 +3991,14 @@ static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
     int result;
     memset(&made, 0, sizeof made);
     if (image) {
-        status = kmla_i_check_image(image, plan ? kmla_plan_variant(plan) : 0, device, error);
+        status = kmla_i_check_image(image, plan, device, error);
     } else {
         status = kmla_gpu_compile(gpu, plan, device, NULL, &made, error);
         image = &made;
     }
     if (status == KMLA_OK) {
-        result = gpu->cuda.module_load(module, image->data);
+        result =
+            gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
         if (result != 0) {
             status = kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
         }
@@ -4235,6 +4489,7 @@ KMLA_API kmla_status kmla_gpu_write_query(kmla_gpu* gpu, const kmla_query_write*
 
 // >>device source begin
 // clang-format off
+#ifndef KIMI_MLA_NO_NVRTC
 static const kmla_i_device_part kmla_i_device_parts[] = {
     {"instructions.cuh", 1,
      "// The only file that touches the machine: built-in variables, PTX, conversions. Everything after it\n"
@@ -7012,13 +7267,19 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#endif\n"
     },
 };
+#endif
+#define KMLA_I_DEVICE_PARTS_HASH 0x6A77233DEF6DAF38ull
 // clang-format on
 // >>device source end
 
+#ifndef KIMI_MLA_NO_NVRTC
 static size_t kmla_i_device_part_list(const kmla_i_device_part** parts) {
     *parts = kmla_i_device_parts;
     return sizeof kmla_i_device_parts / sizeof kmla_i_device_parts[0];
 }
+#endif
+
+static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH; }
 
 #endif // KIMI_MLA_NO_GPU
 

@@ -2539,5 +2539,6 @@ int main(int count, char** words) {
         printf(", %d skipped", score.skipped);
     }
     printf("\n");
-    return score.groups_failed > 0 || score.groups_passed == 0; // a wrong --only passes nothing
+    const int ran = score.groups_passed + score.groups_failed + score.skipped;
+    return score.groups_failed > 0 || ran == 0; // a wrong --only names none
 }

@@ -330,17 +330,18 @@ static double out_bound(const ref_case* c) {
 static const char* describe(const ref_case* c) {
     static const char* const kv[] = {"packed", "e4m3", "bf16"};
     static const char* const query[] = {"bf16", "packed", "e4m3"};
-    static char text[320];
+    static char text[360];
     static const char* const readers[] = {"host", "portable", "Hopper"};
     const kmla_shape* s = &c->plan.shape;
     snprintf(text, sizeof text,
-             "%s reader, kv %s query %s%s, %d requests x %d rows (%d) x %d heads, capacity %lld, page %d%s, "
-             "tile %d, %s%d splits of %s, single %d, out %s, %s%s window %d dcp %d/%d/%d, "
-             "seed %llu",
-             readers[c->plan.reader], kv[s->kv_format], query[s->query_format], s->mode ? " in e4m3 mode" : "",
-             s->requests, s->rows_per_request, s->rows, s->heads, (long long)s->capacity_tokens, s->page_tokens,
-             s->slot_list ? " slots" : "", c->plan.tile, s->split_mode ? "balanced " : "",
-             c->plan.splits, s->partial_type ? "fp32" : "bf16", s->single_split_chunks,
+             "%s reader, kv %s query %s%s, %d requests x %d rows (%d) x %d heads, capacity %lld, "
+             "page %d%s, tile %d, %s%d splits of %s, single %d, out %s, %s%s window %d "
+             "dcp %d/%d/%d, seed %llu",
+             readers[c->plan.reader], kv[s->kv_format], query[s->query_format],
+             s->mode ? " in e4m3 mode" : "", s->requests, s->rows_per_request, s->rows, s->heads,
+             (long long)s->capacity_tokens, s->page_tokens, s->slot_list ? " slots" : "",
+             c->plan.tile, s->split_mode ? "balanced " : "", c->plan.splits,
+             s->partial_type ? "fp32" : "bf16", s->single_split_chunks,
              c->out_type ? "fp32" : "bf16", s->lengths.lengths_kind ? "global" : "local",
              s->lengths.rows_kind ? " draft" : "", s->lengths.window_tokens, s->lengths.dcp.rank,
              s->lengths.dcp.ranks, s->lengths.dcp.interleave, (unsigned long long)c->seed);

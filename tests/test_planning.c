@@ -1137,7 +1137,8 @@ static void plan_fits_shared_memory(void** state) { // WS-04
         for (int32_t format = 0; format <= (hopper ? KMLA_KV_E4M3 : KMLA_KV_BF16); ++format) {
             for (int i = 0; i < (hopper ? COUNT(hopper_tiles) : COUNT(portable_tiles)); ++i) {
                 int32_t tile = hopper ? hopper_tiles[i] : portable_tiles[i];
-                int32_t need = hopper ? hopper_bytes(format, tile) : portable_bytes(format, tile, 1);
+                int32_t need = hopper ? hopper_bytes(format, tile)
+                                      : portable_bytes(format, tile, 1);
                 kmla_device card = device_of(9, 0, 132, need, 0);
                 kmla_shape shape = shape_of(1, 4, 99, 4096);
                 kmla_error error = dirty_error();

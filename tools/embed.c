@@ -4,9 +4,12 @@
 //     embed HEADER DEVICE_DIR --check    exit code 1 if the header is not in step; writes nothing
 //
 // A part is a run of whole lines of one file, short enough for every compiler's string limit. It
-// keeps the file's name and its first line, so that NVRTC's messages name them.
+// keeps the file's name and its first line, so that NVRTC's messages name them. The hash of all
+// parts' text (FNV-1a) stays where KIMI_MLA_NO_NVRTC leaves them out: images carry it.
 
+#include <inttypes.h>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,9 +136,20 @@ static void append_parts(text* to, const char* name, const char* path, const tex
     append_string(to, "    },\n");
 }
 
+static uint64_t hash_text(uint64_t hash, const text* source) {
+    size_t i;
+    for (i = 0; i < source->length; ++i) {
+        hash = (hash ^ (unsigned char)source->data[i]) * 0x100000001B3ull;
+    }
+    return hash;
+}
+
 static void append_table(text* to, const char* device_dir) {
     size_t i;
+    uint64_t hash = 0xCBF29CE484222325ull;
+    char define[80];
     append_string(to, "// clang-format off\n"
+                      "#ifndef KIMI_MLA_NO_NVRTC\n"
                       "static const kmla_i_device_part kmla_i_device_parts[] = {\n");
     for (i = 0; i < sizeof device_files / sizeof device_files[0]; ++i) {
         char path[4096];
@@ -145,10 +159,14 @@ static void append_table(text* to, const char* device_dir) {
             fail("cannot open %s", path);
         }
         append_parts(to, device_files[i], path, &source);
+        hash = hash_text(hash, &source);
         free(source.data);
     }
     append_string(to, "};\n"
-                      "// clang-format on\n");
+                      "#endif\n");
+    snprintf(define, sizeof define, "#define KMLA_I_DEVICE_PARTS_HASH 0x%016" PRIX64 "ull\n", hash);
+    append_string(to, define);
+    append_string(to, "// clang-format on\n");
 }
 
 // ---- the header

@@ -11,17 +11,10 @@
 #include "../../kimi_mla.h"
 
 #include "../reference.h"
+#include "card.h"
 #include "fuzz.h"
 
-#include <dlfcn.h>
-
 enum { MOST_REQUESTS = 3, MOST_ROWS = 4, MOST_DEAD_ROWS = 5 };
-
-static struct card {
-    kmla_gpu* gpu; // NULL: no --library
-    kmla_device device;
-    void (*seed)(unsigned long long seed); // of the emulator's schedules
-} card;
 
 // =============================================================================
 // A case out of bytes
@@ -265,46 +258,5 @@ static void try_decode(fuzz_bytes* in) {
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     fuzz_bytes in = {data, bytes};
     try_decode(&in);
-    return 0;
-}
-
-// =============================================================================
-// The card
-// =============================================================================
-
-static void* find(void* library, const char* name) {
-    void* found = library == NULL ? NULL : dlsym(library, name);
-    if (found == NULL) {
-        fprintf(stderr, "--library: %s\n", dlerror());
-        exit(1);
-    }
-    return found;
-}
-
-static void open_card(const char* path) {
-    int (*init)(unsigned), (*retain)(void**, int), (*set_current)(void*);
-    void *context = NULL, *library = dlopen(path, RTLD_NOW);
-    kmla_gpu_desc desc;
-    kmla_error error;
-    *(void**)&init = find(library, "cuInit");
-    *(void**)&retain = find(library, "cuDevicePrimaryCtxRetain");
-    *(void**)&set_current = find(library, "cuCtxSetCurrent");
-    *(void**)&card.seed = find(library, "kmla_emulator_seed");
-    memset(&desc, 0, sizeof desc);
-    desc.cuda_path = desc.nvrtc_path = path;
-    if (init(0) || retain(&context, 0) || set_current(context) ||
-        kmla_gpu_open(&desc, &card.gpu, &error) != KMLA_OK ||
-        kmla_gpu_device(card.gpu, &card.device, &error) != KMLA_OK) {
-        fprintf(stderr, "--library: no card\n");
-        exit(1);
-    }
-}
-
-int LLVMFuzzerInitialize(int* count, char*** words) {
-    for (int i = 1; i < *count; i++) {
-        if (strncmp((*words)[i], "--library=", 10) == 0) {
-            open_card((*words)[i] + 10);
-        }
-    }
     return 0;
 }

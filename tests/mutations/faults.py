@@ -37,8 +37,8 @@ def merge(what, old, new, **where):
     return Fault(what, "merge.cuh", old, new, **where)
 
 
-def writers(what, old, new, **where):
-    return Fault(what, "writers.cuh", old, new, **where)
+def writers(what, old, new):
+    return Fault(what, "writers.cuh", old, new, suite="records")
 
 
 def launch(what, old, new, **where):
@@ -134,7 +134,8 @@ FAULTS = [
     # ---- results
     tile("lse in base 2", "(reference + log2_fast(sum)) * ln_2;", "reference + log2_fast(sum);"),
     tile("an empty row is not empty", "bool empty = sum == 0;", "bool empty = false;"),
-    tile("a split that saw all writes a partial", "(!empty && range_of(n).whole)", "false"),
+    tile("a split that saw all writes a partial", "(!empty && range_of(n).whole)", "false",
+         group="single split bits"),
 
     # ---- waiting and meeting
     reader("no wait for a step's copies", "    copy_async_wait<kStages - 2>();\n", ""),
@@ -166,7 +167,9 @@ FAULTS = [
     reader("the next step is copied into the stage in use", "ahead = step + kStages - 1;",
            "ahead = step + kStages;"),
 
-    # ---- the Hopper reader
+    # ---- the Hopper reader. Two are not here, which the emulator cannot see: a missing fence behind
+    # the query, as it knows the proxies of stmatrix and cp.async only, not of plain stores; and a
+    # missing barrier behind guessed references, as the step's vote repairs all but a torn read.
     hopper("accumulators are not rescaled", "s.out[m][4 * j + 2 + i] *= factor.value[i];", ";"),
     hopper("sums are not rescaled", "s.sum[j][i] *= of_sum.value[i];", ";"),
     hopper("weights of old references are kept",
@@ -183,8 +186,8 @@ FAULTS = [
     hopper("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
     hopper("a whole step is masked too little", "bounds().full_end - first) / kStep;",
            "bounds().full_end - first + kStep - 1) / kStep;"),
-    hopper("half a step for too many tokens", "bounds().end - token <= kStep / 2;",
-           "bounds().end - token <= kStep / 2 + 1;"),
+    hopper("half a step for too many tokens", "bounds().end - token <= kStep / 2 ?",
+           "bounds().end - token <= kStep / 2 + 1 ?", group="lengths"),
     hopper("sums of the first warp only", "for (int w = 0; w < kWarps; w++) {\n            sum +=",
            "for (int w = 0; w < 1; w++) {\n            sum +="),
     hopper("no wait for a step's copies", "        copy_async_wait<0>();\n", ""),
@@ -201,10 +204,8 @@ FAULTS = [
     hopper("no wait for the last values", "    wgmma_wait<0>();\n}\n\n// ---- the block",
            "}\n\n// ---- the block"),
     hopper("no fence between weights and their matrix reads",
-           "        grown = store_weights(s, score, exponent, sum);\n"
-           "        fence_async_reads();\n",
-           "        grown = store_weights(s, score, exponent, sum);\n"),
-    hopper("no fence behind the query", "    fence_async_reads();\n}", "}"),
+           "    bool grown = store_weights(s, score, exponent, sum);\n    fence_async_reads();\n",
+           "    bool grown = store_weights(s, score, exponent, sum);\n"),
     hopper("no barrier at the begin of a step",
            "        sync_block(); // this step is here for all", "        //"),
     hopper("no barrier between weights and PV", "sync_block_or(grown)", "ballot(grown)"),
@@ -224,21 +225,23 @@ FAULTS = [
     # ---- formats
     records("E4M3 does not saturate", "if (magnitude > float_bits(448.0f)) {", "if (false) {"),
     records("E4M3 subnormals are cut off, not rounded", "bits_float(magnitude) * 512.0f +",
-            "(float)(int)(bits_float(magnitude) * 512.0f) +"),
+            "(float)(int)(bits_float(magnitude) * 512.0f) +", suite="records"),
     records("scale of a query is not rounded up", "((bits & 0x007FFFFFu) ? 0x00800000u : 0)", "0"),
-    records("NaN codes become numbers where sm_80 converts", " | nan * 0x7FFFu;", ";", card="sm80"),
+    records("NaN codes become numbers where sm_80 converts", " | nan * 0x7FFFu;", ";",
+            card="sm80", group="NaN tokens"),
     records("the sign is lost where sm_80 converts", " | (high_bytes & 0x80008000u);", ";",
             card="sm80"),
 
     # ---- merge and combine
     merge("a payload of weight 0 is read", "weight > 0 ? first + i : top_part;", "first + i;"),
-    merge("NaN of a split is lost in the merge", "is_merge && ballot(nan)", "false"),
+    merge("NaN of a split is lost in the merge", "is_merge && ballot(nan)", "false",
+          group="NaN tokens"),
     merge("a finished row is merged again", "is_merge && ballot(done)", "false"),
     merge("weights in base e", "exp2_fast((lse - top) * log2_e)", "exp2_fast(lse - top)"),
     merge("an infinite lse counts", "lse > -infinity() && lse < infinity();", "lse > -infinity();"),
     merge("only the first 32 parts are merged",
           "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
-          "for (int first = 0; first < 1 && top > -infinity(); first += 32)"),
+          "for (int first = 0; first < 1 && top > -infinity(); first += 32)", suite="records"),
 
     # ---- writers
     writers("a slot past the pool is written", "(uint64_t)slot >= args.kv_slots", "false"),

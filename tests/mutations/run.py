@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 
-from faults import FAULTS
+sys.dont_write_bytecode = True  # the tree stays as it is
+from faults import FAULTS  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARKERS = ("// >>device source begin", "// >>device source end")  # of the header
-TIMEOUT_S = 400  # a fault may make a kernel wait for ever
+TIMEOUT_S = 600  # a fault may make a kernel wait for ever
 CARDS = sorted({fault.card for fault in FAULTS})
 
 
@@ -94,9 +95,13 @@ def tests_of(fault, base):
                   f"./t4 --library {library} --cases 60")
     device = Test("device_test", f"{PLAIN} -O1 device.c -o t5 -lm -ldl -lpthread",
                   f"./t5 --library {library} --quick --only '{fault.group}'")
+    records = Test("fuzz records", f"cd fuzz && {FUZZ} records.c -o t6 -lm -ldl",
+                   f"cd fuzz && ./t6 --library={library} -seed=1 -runs=3000 -max_len=128 "
+                   "corpus/records")
     on_host = Test("device_test --host", f"{PLAIN} -O2 device.c -o t5 -lm -ldl -lpthread",
                    "./t5 --host --quick")
     return {"planner": [planning, fuzz, host], "host": [host, on_host],
+            "records": [records, random, device],
             "device": [device] if fault.group else [random, device]}[fault.suite]
 
 
