@@ -62,6 +62,7 @@ static const tile_list* tiles_for(int32_t kv_format) {
     ref_case c = plain_case(1, 64);
     c.shape.kv_format = kv_format;
     plan_case(&c);
+    ref_free(&c); // the plan made a workspace
     return &tile_lists[c.plan.reader];
 }
 
