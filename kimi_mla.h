@@ -7289,7 +7289,8 @@ static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH
 // Revisions
 // =============================================================================
 //
-//     0.1.0  2026-12  portable reader (sm_80 to sm_121), merge, combine, writers, host reader
+//     0.1.0  2026-12  portable reader (sm_80 to sm_121), Hopper reader (sm_90a), merge, combine,
+//                     writers, host reader, images that load without NVRTC
 //
 // =============================================================================
 // Licence
