@@ -167,9 +167,15 @@ FAULTS = [
     reader("the next step is copied into the stage in use", "ahead = step + kStages - 1;",
            "ahead = step + kStages;"),
 
-    # ---- the Hopper reader. Two are not here, which the emulator cannot see: a missing fence behind
-    # the query, as it knows the proxies of stmatrix and cp.async only, not of plain stores; and a
-    # missing barrier behind guessed references, as the step's vote repairs all but a torn read.
+    # ---- the Hopper reader. The first two survive: the emulator knows the proxies of stmatrix and
+    # cp.async, not of plain stores; and it switches fibers at meeting points only, where the step's
+    # vote repairs all but a torn read.
+    hopper("no proxy fence behind the staged query",
+           "        stage_vector(args, s, n);\n    }\n    fence_async_reads();\n",
+           "        stage_vector(args, s, n);\n    }\n"),
+    hopper("no barrier behind guessed references",
+           "            guess_references(s, score, exponent);\n        }\n        sync_block();\n",
+           "            guess_references(s, score, exponent);\n        }\n"),
     hopper("accumulators are not rescaled", "s.out[m][4 * j + 2 + i] *= factor.value[i];", ";"),
     hopper("sums are not rescaled", "s.sum[j][i] *= of_sum.value[i];", ";"),
     hopper("weights of old references are kept",
