@@ -7,8 +7,8 @@
 // A step is 64 tokens (BF16 KV: 32). In QK its warps are 2 halves of the tokens x 4 groups of 128
 // dims (and 16 rope lanes), whose query stays in registers. What they have is in units of 16 tokens
 // x 8 vectors. The four warps of a half exchange their sums so that each unit has one owner, which
-// sees it through softmax. In PV a warp has 64 dims. A vector's bits do not depend on how vectors
-// are tiled: no sum's order does.
+// sees it through softmax; each counts units from its own on, so that registers need no index. In PV
+// a warp has 64 dims. A vector's bits do not depend on how vectors are tiled: no sum's order does.
 //
 // Exactness: codes and a query normalised by a power of two are exact in f16; scales enter in fp32
 // after the sum over their group. P is f16, whose range is kept by a reference per vector: a
@@ -23,17 +23,18 @@ constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes
 constexpr int kTokenTiles = kStep / 32;            // of 16 tokens: of a warp in QK
 constexpr int kStepTiles = kStep / 16;
 constexpr int kUnits = kColumns * kTokenTiles;     // of a half; unit u is of tile u % kTokenTiles
-constexpr int kSlots = (kUnits + kGroups - 1) / kGroups; // units a warp owns: u % kGroups is its own
-constexpr int kRoundUnits = kUnits > kGroups ? 2 : kUnits; // exchanged at a time, as room allows
+constexpr int kOwners = kUnits < kGroups ? kUnits : kGroups; // warps of a half: u % kOwners is owner
+constexpr int kSlots = kUnits / kOwners;                     // units that an owner has
+constexpr int kSources = kSlots > 1 ? 1 : kGroups - 1; // groups exchanged at a time: as room allows
 constexpr int kWeightPitch = kStep + 8;            // so that rows fall into different banks
 constexpr float kNoReference = -3.40282347e38f;    // of a vector without a token: any outgrows it
 
 // ---- shared memory, in this order; the host computes the same sum
 
 constexpr int kStagesAt = kSmallBytes;
-// fp32 [2 halves][units of a round][3 other groups][32 lanes][4]
+// fp32 [2 halves][owners][slots][sources][32 lanes][4]
 constexpr int kExchangeAt = kStagesAt + kStages * kStep * kPitch;
-constexpr int kWeightsAt = kExchangeAt + 2 * kRoundUnits * (kGroups - 1) * 512; // [1|2][tile][pitch]
+constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]
 constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 ? 2 : 1);
 constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][step]
 constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [step]
@@ -49,8 +50,8 @@ struct unit_state {
 
 struct reader_state : block_place {
     int dims, half;     // in QK: the warp's group of dims, its half of the step's tokens
-    int owned_tile;     // which 16 tokens of a step the warp's units have in softmax
-    word2 query[kQuerySteps][kColumns]; // B fragments
+    int owner;          // whose units the warp counts from: dims, if that is an owner
+    word2 query[kQuerySteps][kColumns]; // B fragments, of columns as column_of counts them
     float query_scale[kColumns][2];     // what makes scores of the group's sums, in log2 units
     unit_state unit[kSlots];
     float out[4][kColumns][4]; // O^T, as in store_results
@@ -64,9 +65,9 @@ KMLA_DEVICE uint16_t* ratios_of(int group) {
     return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
 }
 KMLA_DEVICE float* exponents() { return (float*)(shared_memory() + kExponentsAt); }
-// A lane's sums of one unit from another group, which is `other` = its number ^ the owner's.
-KMLA_DEVICE word4& exchanged(const reader_state& s, int unit, int other) {
-    int row = (s.half * kRoundUnits + unit % kRoundUnits) * (kGroups - 1) + other - 1;
+// A lane's sums of an owner's unit from another group, which is `other` = its number ^ the owner's.
+KMLA_DEVICE word4& exchanged(const reader_state& s, int owner, int slot, int other) {
+    int row = ((s.half * kOwners + owner) * kSlots + slot) * kSources + (other - 1) % kSources;
     return ((word4*)(shared_memory() + kExchangeAt))[row * 32 + s.lane];
 }
 // By vector, of 16 tokens each: maxima, in the end sums. Where scores are exchanged, between times.
@@ -74,14 +75,18 @@ KMLA_DEVICE float* of_tokens(int tile) {
     return (float*)(shared_memory() + kExchangeAt) + tile * kTile;
 }
 
-// Unit of the warp's slot; its column of vectors; whether there is one.
-KMLA_DEVICE int unit_of(const reader_state& s, int slot) { return slot * kGroups + s.dims; }
-KMLA_DEVICE int column_of(const reader_state& s, int slot) {
-    return unit_of(s, slot) / kTokenTiles;
+// The warp's tile `i` of its half's tokens, its column `i` of vectors, as indices of the step's and of
+// the tile's. Its tile and columns i * kOwners / kTokenTiles, 0 in the first slot, are those it owns.
+KMLA_DEVICE int tile_of(const reader_state& s, int i) {
+    return s.half * kTokenTiles + (i ^ s.owner % kTokenTiles);
 }
-KMLA_DEVICE bool owns(const reader_state& s, int slot) {
-    return kUnits % kGroups == 0 || unit_of(s, slot) < kUnits;
+KMLA_DEVICE int column_of(const reader_state& s, int i) { return i ^ s.owner / kTokenTiles; }
+constexpr int kSlotColumns = kOwners / kTokenTiles; // from a slot's column to the next one's
+// The lane's first vector of a slot, and whether there is such a slot.
+KMLA_DEVICE int vector_of(const reader_state& s, int slot) {
+    return 8 * column_of(s, slot * kSlotColumns) + 2 * s.column;
 }
+KMLA_DEVICE bool owns(const reader_state& s) { return kOwners == kGroups || s.owner == s.dims; }
 
 // ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
 //
@@ -115,7 +120,7 @@ KMLA_DEVICE word2 load_code_query(uint64_t at, int column, bool codes_order, flo
 
 // Column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in score_scale.
 KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, reader_state& s, int j) {
-    int vector = s.first_vector + 8 * j + s.row_in_quad;
+    int vector = s.first_vector + 8 * column_of(s, j) + s.row_in_quad;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
     bool packed = args.query_format == KMLA_QUERY_PACKED;
@@ -226,6 +231,7 @@ KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
 
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
 constexpr int kRuns = kStep / kRunTokens;
+constexpr int kLookUpSteps = 32 / kRuns; // whose runs the lanes of a warp look up at once
 
 KMLA_DEVICE bool copies_in_bulk(const reader_state& s) {
     return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && s.bulk;
@@ -236,24 +242,30 @@ KMLA_DEVICE bool is_copier(const reader_state& s) {
     return s.warp == KMLA_I_READER_THREADS / 32 - 1;
 }
 
-// The table look-up for the step that begins at `token`, a step ahead of the copy that needs it: the
-// entry of the token or run of tokens that this lane answers for, -1 if not wanted.
+// Table look-ups for copies that are to come, of the step that begins at `token` on. In bulk: the
+// entry of the lane's run, of 32. Else that of the token of this step that the lane answers for, -1
+// if it is not wanted.
 KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
     if (copies_in_bulk(s)) {
-        token += s.lane % kRuns * kRunTokens;
-        bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;
-        return wanted && is_copier(s) ? table_entry(args, s.group, token) : -1;
+        token += s.lane * kRunTokens;
+        return is_copier(s) && token < args.capacity ? table_entry(args, s.group, token) : -1;
     }
     token += s.warp * kWarpTokens + s.lane % kWarpTokens;
     bool wanted = token >= bounds().begin && token < bounds().end;
     return wanted ? table_entry(args, s.group, token) : -1;
 }
 
+// Where the split's first step most likely begins: with neither a window nor balanced splits.
+KMLA_DEVICE int likely_first(const kmla_i_reader_args& args, const reader_state& s) {
+    return s.split * args.chunks_per_split * KMLA_CHUNK_TOKENS;
+}
+
 #if KMLA_HAS_BULK_COPY
 // One warp copies the step's records, a run a lane.
 KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,
-                                   int token, int entry) {
+                                   int token, int entries) {
     int run = s.lane % kRuns, at = token + run * kRunTokens;
+    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);
     int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);
     int last = entry < 0 ? first : maximum(minimum(bounds().end - at, kRunTokens), first);
     // Warp w's tokens lie in one run.
@@ -297,17 +309,16 @@ KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reade
     copy_async_commit();
 }
 
-// Starts the copy of the step that begins at `token` and looks the next one up. Tokens outside the
-// tile's bounds are not read.
+// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside
+// the tile's bounds are not read.
 KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
                            int token, int entry) {
 #if KMLA_HAS_BULK_COPY
     if (copies_in_bulk(s)) {
-        if (!is_copier(s)) {
-            return -1;
+        if (is_copier(s)) {
+            start_bulk_copies(args, s, step, token, entry);
         }
-        start_bulk_copies(args, s, step, token, entry);
-        return look_up(args, s, token + kStep);
+        return (step + 1) % kLookUpSteps ? entry : look_up(args, s, token + kStep);
     }
 #endif
     start_record_copies(args, s, step, token, entry);
@@ -366,15 +377,32 @@ KMLA_DEVICE void scale_scores(const uint8_t* scales, float (&score)[kColumns][4]
     }
 }
 
+// Of the tokens of tile_of(s, tile).
+KMLA_DEVICE void multiply_rope(const reader_state& s, int tile, const uint8_t* rows,
+                               const uint8_t* record, group_scores& score) {
+    const int latent = KMLA_LATENT_DIMS + 16 * s.dims;
+    if (kE4m3) {
+        const uint8_t* at = record + latent + 4 * s.column;
+        multiply_codes(s, tile, kLatentSteps, *(const uint32_t*)at,
+                       *(const uint32_t*)(at + 8 * kPitch), score);
+        return;
+    }
+    uint32_t raw[4];
+    load_matrix_x4(raw, rows + (kPacked ? KMLA_PACKED_ROPE_OFFSET + 32 * s.dims : 2 * latent));
+    if (kPacked) { // the rope has no scale
+        scale_scores(record + KMLA_PACKED_SCALE_OFFSET + 4 * s.dims, score[tile]);
+    }
+    multiply_bf16(s, tile, kLatentSteps, raw, score);
+}
+
 KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, group_scores& score) {
-    int group = s.dims;
-    stage += s.half * (kStep / 2) * kPitch;
-    // What the lane points matrix loads at: 16 tokens, two times 16 bytes.
-    const uint8_t* rows = stage + s.lane % 16 * kPitch + s.lane / 16 * 16;
-    const uint8_t* record = stage + s.row_in_quad * kPitch;
-    uint32_t raw[kTokenTiles][4];
+    // What the lane points matrix loads at, 16 tokens, two times 16 bytes; and its own first token.
+    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; tile++) {
+        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;
+        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;
+        record[tile] = tokens + s.row_in_quad * kPitch;
         for (int j = 0; j < kColumns; j++) {
             for (int i = 0; i < 4; i++) {
                 score[tile][j][i] = 0;
@@ -383,11 +411,11 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, grou
     }
 #pragma unroll
     for (int k = 0; k < kLatentSteps; k += kBf16 ? 1 : 2) {
-        int dim = group * KMLA_GROUP_DIMS + 16 * k;
+        int dim = s.dims * KMLA_GROUP_DIMS + 16 * k;
+        uint32_t raw[kTokenTiles][4];
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; tile++) {
-            const uint8_t* at = rows + 16 * tile * kPitch + dim * (kBf16 ? 2 : 1);
-            load_matrix_x4(raw[tile], at);
+            load_matrix_x4(raw[tile], rows[tile] + dim * (kBf16 ? 2 : 1));
         }
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; tile++) {
@@ -401,20 +429,7 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, grou
     }
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; tile++) {
-        int token = 16 * tile, dim = KMLA_LATENT_DIMS + 16 * group;
-        if (kE4m3) {
-            const uint8_t* at = record + token * kPitch + dim + 4 * s.column;
-            multiply_codes(s, tile, kLatentSteps, *(const uint32_t*)at,
-                           *(const uint32_t*)(at + 8 * kPitch), score);
-        } else {
-            int rope = kPacked ? KMLA_PACKED_ROPE_OFFSET + 32 * group : 2 * dim;
-            load_matrix_x4(raw[tile], rows + token * kPitch + rope);
-            if (kPacked) { // the rope has no scale
-                const uint8_t* scales = record + token * kPitch + KMLA_PACKED_SCALE_OFFSET;
-                scale_scores(scales + 4 * group, score[tile]);
-            }
-            multiply_bf16(s, tile, kLatentSteps, raw[tile], score);
-        }
+        multiply_rope(s, tile, rows[tile], record[tile], score);
         for (int j = 0; j < kColumns; j++) {
             for (int i = 0; i < 4; i++) {
                 score[tile][j][i] *= s.query_scale[j][i % 2];
@@ -423,41 +438,42 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, grou
     }
 }
 
-// Adds the groups up: each warp gets the scores of the units that it owns.
+// Adds the groups up: each owner gets the scores of its units. (0 + 1) + (2 + 3), whoever it is.
 KMLA_DEVICE void exchange_scores(const reader_state& s, const group_scores& score,
                                  float (&x)[kSlots][4]) {
+    float sum[kSlots][kGroups][4];
 #pragma unroll
-    for (int first = 0; first < kUnits; first += kRoundUnits) {
-        if (first > 0) {
+    for (int first = 1; first < kGroups; first += kSources) {
+        if (first > 1) {
             sync_block();
         }
 #pragma unroll
-        for (int unit = first; unit < first + kRoundUnits; unit++) {
-            const float(&sums)[4] = score[unit % kTokenTiles][unit / kTokenTiles];
-            int other = s.dims ^ (unit % kGroups);
-            if (other == 0) {
-                for (int i = 0; i < 4; i++) {
-                    x[unit / kGroups][i] = sums[i];
-                }
-            } else {
-                exchanged(s, unit, other) = word4{float_bits(sums[0]), float_bits(sums[1]),
-                                                  float_bits(sums[2]), float_bits(sums[3])};
+        for (int unit = 0; unit < kUnits; unit++) { // as the warp counts
+            const float(&from)[4] = score[unit % kTokenTiles][unit / kTokenTiles];
+            int owner = s.owner ^ unit % kOwners, other = owner ^ s.dims;
+            if (kOwners == kGroups) {
+                other = unit % kOwners;
+            }
+            if (other >= first && other < first + kSources) {
+                exchanged(s, owner, unit / kOwners, other) = word4{
+                    float_bits(from[0]), float_bits(from[1]), float_bits(from[2]), float_bits(from[3])};
             }
         }
         sync_block();
 #pragma unroll
-        for (int slot = first / kGroups; slot <= (first + kRoundUnits - 1) / kGroups; slot++) {
-            int unit = unit_of(s, slot);
-            if (unit >= first && unit < first + kRoundUnits) {
-                // (0 + 1) + (2 + 3), whoever owns the unit.
-                word4 next = exchanged(s, unit, 1);
-                word4 low = exchanged(s, unit, 2), high = exchanged(s, unit, 3);
-                float(&sum)[4] = x[slot];
-                sum[0] = (sum[0] + bits_float(next.x)) + (bits_float(low.x) + bits_float(high.x));
-                sum[1] = (sum[1] + bits_float(next.y)) + (bits_float(low.y) + bits_float(high.y));
-                sum[2] = (sum[2] + bits_float(next.z)) + (bits_float(low.z) + bits_float(high.z));
-                sum[3] = (sum[3] + bits_float(next.w)) + (bits_float(low.w) + bits_float(high.w));
+        for (int slot = 0; slot < kSlots; slot++) {
+            for (int other = first; other < first + kSources; other++) {
+                word4 from = exchanged(s, s.owner, slot, other);
+                sum[slot][other][0] = bits_float(from.x), sum[slot][other][1] = bits_float(from.y);
+                sum[slot][other][2] = bits_float(from.z), sum[slot][other][3] = bits_float(from.w);
             }
+        }
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 4; i++) {
+            x[slot][i] = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +
+                         (sum[slot][2][i] + sum[slot][3][i]);
         }
     }
 }
@@ -498,12 +514,12 @@ KMLA_DEVICE void store_ratio(const reader_state& s, float ratio) {
 // What a vector does not see has the score -inf.
 KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_mask* masks,
                              float (&x)[kSlots][4]) {
-    int in_step = 16 * s.owned_tile + s.row_in_quad;
+    int in_step = 16 * tile_of(s, 0) + s.row_in_quad;
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 4; i++) {
             int at = in_step + i / 2 * 8, token = first_token + at;
-            vector_range range = range_of(8 * column_of(s, slot) % kTile + 2 * s.column + i % 2);
+            vector_range range = range_of(vector_of(s, slot) + i % 2);
             bool exists = masks[at / kWarpTokens] >> at % kWarpTokens & 1;
             bool visible = token >= range.begin && token < range.end && exists;
             x[slot][i] = visible ? x[slot][i] : -infinity();
@@ -516,11 +532,11 @@ KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_
 KMLA_DEVICE bool store_weights(const reader_state& s, const float (&x)[kSlots][4],
                                const float (&exponent)[2], float (&sum)[kSlots][2]) {
     float top = -infinity(); // above the references, of all
+    if (!owns(s)) {
+        return false;
+    }
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        if (!owns(s, slot)) {
-            continue;
-        }
         const unit_state& unit = s.unit[slot];
         float p[4];
         for (int i = 0; i < 4; i++) {
@@ -536,8 +552,8 @@ KMLA_DEVICE bool store_weights(const reader_state& s, const float (&x)[kSlots][4
             p[i] = exp2_fast(d);
             top = maximum(top, d);
         }
-        uint16_t* to = weights() + (8 * column_of(s, slot) + 2 * s.column) * kWeightPitch +
-                       16 * s.owned_tile + s.row_in_quad;
+        uint16_t* to = weights() + vector_of(s, slot) * kWeightPitch + 16 * tile_of(s, 0) +
+                       s.row_in_quad;
         for (int i = 0; i < 4; i++) {
             uint16_t* at = to + i % 2 * kWeightPitch + i / 2 * 8;
             if (kBf16) { // BF16 has fp32's range but 8 bits: two terms
@@ -558,14 +574,14 @@ KMLA_DEVICE void store_top(const reader_state& s, int slot, int i, float* of_til
     top = maximum(top, shuffle_xor(top, 8));
     top = maximum(top, shuffle_xor(top, 16));
     if (s.row_in_quad == 0) {
-        of_tile[8 * column_of(s, slot) + 2 * s.column + i] = top;
+        of_tile[vector_of(s, slot) + i] = top;
     }
 }
 
 // A new reference for a vector whose maximum has outgrown the old one.
 KMLA_DEVICE float raised_reference(const reader_state& s, int slot, int i, int first_tile,
                                    float reference) {
-    int n = 8 * column_of(s, slot) + 2 * s.column + i;
+    int n = vector_of(s, slot) + i;
     float top = -infinity();
     for (int tile = 0; tile < kStepTiles; tile++) {
         top = maximum(top, of_tokens(first_tile + tile)[n]);
@@ -579,14 +595,14 @@ KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
     float factor[kSlots][2];
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s, slot); i++) {
-            store_top(s, slot, i, of_tokens(s.owned_tile), maximum(x[slot][i], x[slot][2 + i]));
+        for (int i = 0; i < 2 && owns(s); i++) {
+            store_top(s, slot, i, of_tokens(tile_of(s, 0)), maximum(x[slot][i], x[slot][2 + i]));
         }
     }
     sync_block();
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s, slot); i++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
             unit_state& unit = s.unit[slot];
             float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);
             bool same = raised == old;
@@ -597,7 +613,7 @@ KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
                 unit.weight_reference[i] -= same ? 0 : raised - old; // stays where it was
                 float low = x[slot][i] - raised + exponent[0];
                 float high = x[slot][2 + i] - raised + exponent[1];
-                store_top(s, slot, i, of_tokens(kStepTiles + s.owned_tile), maximum(low, high));
+                store_top(s, slot, i, of_tokens(kStepTiles + tile_of(s, 0)), maximum(low, high));
             }
         }
     }
@@ -606,15 +622,15 @@ KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
     }
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s, slot); i++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
             if (kPacked) {
                 float& reference = s.unit[slot].weight_reference[i];
                 float raised = raised_reference(s, slot, i, kStepTiles, reference);
                 factor[slot][i] = raised == reference ? 1.0f : exp2_fast(reference - raised);
                 reference = raised;
             }
-            if (s.owned_tile == 0 && s.row_in_quad == 0) {
-                factors()[8 * column_of(s, slot) + 2 * s.column + i] = factor[slot][i];
+            if (tile_of(s, 0) == 0 && s.row_in_quad == 0) {
+                factors()[vector_of(s, slot) + i] = factor[slot][i];
             }
         }
     }
@@ -635,7 +651,7 @@ KMLA_DEVICE void rescale_out(reader_state& s) {
 KMLA_DEVICE void softmax_step(reader_state& s, const float (&x)[kSlots][4]) {
     float exponent[2] = {0, 0}, sum[kSlots][2];
     if (kPacked) {
-        const float* of_lane = exponents() + 16 * s.owned_tile + s.row_in_quad;
+        const float* of_lane = exponents() + 16 * tile_of(s, 0) + s.row_in_quad;
         exponent[0] = of_lane[0];
         exponent[1] = of_lane[8];
     }
@@ -647,7 +663,7 @@ KMLA_DEVICE void softmax_step(reader_state& s, const float (&x)[kSlots][4]) {
     }
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s, slot); i++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
             s.unit[slot].sum[i] += sum[slot][i];
         }
     }
@@ -769,17 +785,17 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s)
     float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s, slot); i++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
             const unit_state& unit = s.unit[slot];
-            int n = 8 * column_of(s, slot) + 2 * s.column + i;
+            int n = vector_of(s, slot) + i;
             float sum = unit.sum[i];
             sum += shuffle_xor(sum, 4);
             sum += shuffle_xor(sum, 8);
             sum += shuffle_xor(sum, 16);
             if (s.row_in_quad == 0) {
-                of_tokens(s.owned_tile)[n] = sum;
+                of_tokens(tile_of(s, 0))[n] = sum;
             }
-            if (s.row_in_quad == 0 && s.owned_tile == 0) {
+            if (s.row_in_quad == 0 && tile_of(s, 0) == 0) {
                 sum_references[n] = unit.sum_reference[i];
                 weight_references[n] = unit.weight_reference[i];
             }
@@ -817,10 +833,13 @@ KMLA_DEVICE void clear_state(reader_state& s) {
     }
 }
 
-// Starts the copies of the first steps, one a stage.
+// Starts the copies of the first steps, one a stage. `likely`: bulk look-ups from likely_first on.
 KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,
-                            int steps) {
-    int entry = look_up(args, s, first);
+                            int steps, int likely) {
+    int entry = likely;
+    if (!copies_in_bulk(s) || first != likely_first(args, s)) {
+        entry = look_up(args, s, first);
+    }
 #pragma unroll 1
     for (int step = 0; step < kStages && step < steps; step++) {
         entry = start_copy(args, s, step, first + step * kStep, entry);
@@ -828,7 +847,7 @@ KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& 
     return entry;
 }
 
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {
     int first = bounds().begin / kStep * kStep;
     int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
     if (steps == 0) {
@@ -837,7 +856,7 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
     // Steps of which every vector of the tile sees every token that exists.
     int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
     int full_end = (bounds().full_end - first) / kStep;
-    int entry = fill_stages(args, s, first, steps);
+    int entry = fill_stages(args, s, first, steps, likely);
     finish_query(args, s);
     for (int step = 0; step < steps; step++) {
         int token = first + step * kStep, ahead = step + kStages - 1;
@@ -876,7 +895,7 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     find_place(args, s);
     s.dims = s.warp % kGroups;
     s.half = s.warp / kGroups;
-    s.owned_tile = s.half * kTokenTiles + s.dims % kTokenTiles;
+    s.owner = s.dims % kOwners;
     if (s.first_vector >= s.vectors) {
         return;
     }
@@ -888,11 +907,13 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
         barrier_init_fence();
     }
 #endif
-    load_query(args, s); // first, for its latency
+    // First, for their latency.
+    int likely = copies_in_bulk(s) ? look_up(args, s, likely_first(args, s)) : -1;
+    load_query(args, s);
     clear_state(s);
     find_ranges(args, s, of_tokens(0));
     sync_block();
-    read_tokens(args, s);
+    read_tokens(args, s, likely);
     launch_dependents();
     finish_softmax(args, s);
     sync_block();
