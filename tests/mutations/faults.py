@@ -262,7 +262,8 @@ FAULTS = [
             card="sm80"),
 
     # ---- merge and combine
-    merge("a payload of weight 0 is read", "weight > 0 ? first + i : top_part;", "first + i;"),
+    merge("a payload of weight 0 is read", "weight[k] > 0 ? first + i + k : top_part;",
+          "first + i + k < args.parts ? first + i + k : top_part;"),
     merge("NaN of a split is lost in the merge", "is_merge && ballot(nan)", "false",
           group="NaN tokens"),
     merge("a finished row is merged again", "is_merge && ballot(done)", "false"),
