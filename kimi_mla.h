@@ -5421,13 +5421,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    float sum_reference[2];    // log2; sum has exp2(score - sum_reference)\n"
      "    float weight_reference[2]; // above that: weights are exp2(score - sum_reference + exponent - it)\n"
      "    float sum[2];              // of the lane's own tokens\n"
+     "    float scale[2];            // what makes scores of sums, in log2 units\n"
      "};\n"
      "\n"
      "struct reader_state : block_place {\n"
      "    int dims, half;     // in QK: the warp's group of dims, its half of the step's tokens\n"
      "    int owner;          // whose units the warp counts from: dims, if that is an owner\n"
      "    word2 query[kQuerySteps][kColumns]; // B fragments, of columns as column_of counts them\n"
-     "    float query_scale[kColumns][2];     // what makes scores of the group's sums, in log2 units\n"
      "    unit_state unit[kSlots];\n"
      "    float out[4][kColumns][4]; // O^T, as in store_results\n"
      "};\n"
@@ -5539,17 +5539,19 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.\n"
+     "// Largest magnitude of the first `steps` k16 steps, NaN if there is one; the 4 lanes of a vector\n"
+     "// agree. By bits: the high element of a pair counts before the low one, which is then taken alone.\n"
      "KMLA_DEVICE float query_amax(const reader_state& s, int j, int steps) {\n"
-     "    float amax = 0;\n"
+     "    uint32_t high = 0, low = 0;\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < steps; k++) {\n"
-     "        uint32_t low = s.query[k][j].x & 0x7FFF7FFFu, high = s.query[k][j].y & 0x7FFF7FFFu;\n"
-     "        amax = maximum(amax, maximum(bf16_low(low), bf16_high(low)));\n"
-     "        amax = maximum(amax, maximum(bf16_low(high), bf16_high(high)));\n"
+     "        word2 pair = s.query[k][j];\n"
+     "        high = maximum(high, maximum(pair.x & 0x7FFFFFFFu, pair.y & 0x7FFFFFFFu));\n"
+     "        low = maximum(low, maximum(pair.x << 17, pair.y << 17));\n"
      "    }\n"
+     "    uint32_t amax = maximum(high & 0x7FFF0000u, low >> 1);\n"
      "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
-     "    return maximum(amax, shuffle_xor(amax, 2));\n"
+     "    return bits_float(maximum(amax, shuffle_xor(amax, 2)));\n"
      "}\n"
      "\n"
      "KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {\n"
@@ -5576,11 +5578,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return to_f16 \? pack_f16(low, high) : pack_bf16(low, high);\n"
      "}\n"
      "\n"
-     "// Divides the warp's dims of the vector by the power of two that puts their largest element into\n"
-     "// [2^14, 2^15). What f16 then drops is below 2^-38 of the largest. Returns that power.\n"
-     "KMLA_DEVICE float normalise_query(reader_state& s, int j) {\n"
-     "    float amax = query_amax(s, j, kQuerySteps);\n"
-     "    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "// Exponent field of the power of two that vector n's query is divided by, so that its largest\n"
+     "// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.\n"
+     "KMLA_DEVICE int norm_exponent(int n) {\n"
+     "    float amax = maximum(maximum(of_tokens(0)[n], of_tokens(1)[n]),\n"
+     "                         maximum(of_tokens(2)[n], of_tokens(3)[n]));\n"
+     "    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void normalise_query(reader_state& s, int j) {\n"
+     "    int exponent = norm_exponent(8 * column_of(s, j) + s.row_in_quad);\n"
      "    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kQuerySteps; k++) {\n"
@@ -5589,21 +5596,36 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        pair.x = normalise_pair(pair.x, factor, to_f16);\n"
      "        pair.y = normalise_pair(pair.y, factor, to_f16);\n"
      "    }\n"
-     "    return bits_float((uint32_t)(exponent - 14) << 23);\n"
      "}\n"
      "\n"
-     "// From values to fragments.\n"
+     "// From values to fragments. Its barrier also shows the first steps' token masks to all.\n"
      "KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {\n"
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
      "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {\n"
      "            round_query_to_packed(s, j);\n"
      "        }\n"
-     "        float norm = kBf16 \? 1.0f : normalise_query(s, j); // of the vector row_in_quad\n"
-     "        for (int i = 0; i < 2; i++) {\n"
-     "            s.query_scale[j][i] = args.score_scale * shuffle(norm, 4 * (2 * s.column + i));\n"
+     "        float amax = query_amax(s, j, kQuerySteps); // of the group's dims\n"
+     "        if (s.column == 0 && s.half == 0) {\n"
+    },
+    {"reader.cuh", 231,
+     "            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;\n"
      "        }\n"
      "    }\n"
+     "    sync_block();\n"
+     "#pragma unroll\n"
+     "    for (int j = 0; j < kColumns && !kBf16; j++) {\n"
+     "        normalise_query(s, j);\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int slot = 0; slot < kSlots; slot++) {\n"
+     "        for (int i = 0; i < 2; i++) {\n"
+     "            int exponent = norm_exponent(vector_of(s, slot) + i);\n"
+     "            float norm = kBf16 \? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);\n"
+     "            s.unit[slot].scale[i] = args.score_scale * norm;\n"
+     "        }\n"
+     "    }\n"
+     "    sync_block(); // before scores are exchanged\n"
      "}\n"
      "\n"
      "// ---- KV to shared memory\n"
@@ -5612,8 +5634,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kRuns = kStep / kRunTokens;\n"
      "constexpr int kLookUpSteps = 32 / kRuns; // whose runs the lanes of a warp look up at once\n"
      "\n"
-    },
-    {"reader.cuh", 236,
      "KMLA_DEVICE bool copies_in_bulk(const reader_state& s) {\n"
      "    return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && s.bulk;\n"
      "}\n"
@@ -5676,6 +5696,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens, kRecordBytes);\n"
      "    address = entry >= 0 \? address : 0;\n"
      "    if (s.lane == 0) {\n"
+    },
+    {"reader.cuh", 318,
      "        token_masks_of(step)[s.warp] = (warp_mask)exists;\n"
      "    }\n"
      "    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;\n"
@@ -5697,8 +5719,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#if KMLA_HAS_BULK_COPY\n"
      "    if (copies_in_bulk(s)) {\n"
      "        if (is_copier(s)) {\n"
-    },
-    {"reader.cuh", 319,
      "            start_bulk_copies(args, s, step, token, entry);\n"
      "        }\n"
      "        return (step + 1) % kLookUpSteps \? entry : look_up(args, s, token + kStep);\n"
@@ -5783,6 +5803,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];\n"
      "#pragma unroll\n"
      "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
+    },
+    {"reader.cuh", 423,
      "        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;\n"
      "        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;\n"
      "        record[tile] = tokens + s.row_in_quad * kPitch;\n"
@@ -5805,8 +5827,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            if (kBf16) {\n"
      "                multiply_bf16(s, tile, k, raw[tile], score);\n"
      "            } else {\n"
-    },
-    {"reader.cuh", 425,
      "                multiply_codes(s, tile, k, raw[tile][0], raw[tile][1], score);\n"
      "                multiply_codes(s, tile, k + 1, raw[tile][2], raw[tile][3], score);\n"
      "            }\n"
@@ -5815,11 +5835,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
      "        multiply_rope(s, tile, rows[tile], record[tile], score);\n"
-     "        for (int j = 0; j < kColumns; j++) {\n"
-     "            for (int i = 0; i < 4; i++) {\n"
-     "                score[tile][j][i] *= s.query_scale[j][i % 2];\n"
-     "            }\n"
-     "        }\n"
      "    }\n"
      "}\n"
      "\n"
@@ -5857,8 +5872,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 4; i++) {\n"
-     "            x[slot][i] = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +\n"
-     "                         (sum[slot][2][i] + sum[slot][3][i]);\n"
+     "            float all = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +\n"
+     "                        (sum[slot][2][i] + sum[slot][3][i]);\n"
+     "            x[slot][i] = all * s.unit[slot].scale[i % 2];\n"
      "        }\n"
      "    }\n"
      "}\n"
@@ -5880,6 +5896,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    largest = maximum(largest, shuffle_xor(largest, 1));\n"
      "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
      "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
+    },
+    {"reader.cuh", 514,
      "    power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
      "    if (group == 0) {\n"
      "        exponents()[token] = (float)((int)(power >> 23) - 127);\n"
@@ -5898,8 +5916,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// What a vector does not see has the score -inf.\n"
      "KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_mask* masks,\n"
-    },
-    {"reader.cuh", 516,
      "                             float (&x)[kSlots][4]) {\n"
      "    int in_step = 16 * tile_of(s, 0) + s.row_in_quad;\n"
      "#pragma unroll\n"
@@ -5976,6 +5992,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return top - reference > KMLA_I_REFERENCE_GROWTH \? top - KMLA_I_REFERENCE_BELOW : reference;\n"
      "}\n"
      "\n"
+    },
+    {"reader.cuh", 608,
      "// New references where maxima have outgrown them, sums by the new ones, and factors for O.\n"
      "KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],\n"
      "                                  const float (&exponent)[2]) {\n"
@@ -5993,8 +6011,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            unit_state& unit = s.unit[slot];\n"
      "            float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);\n"
      "            bool same = raised == old;\n"
-    },
-    {"reader.cuh", 609,
      "            factor[slot][i] = same \? 1.0f : exp2_fast(old - raised);\n"
      "            unit.sum[i] *= factor[slot][i];\n"
      "            unit.sum_reference[i] = raised;\n"
@@ -6075,6 +6091,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
+    },
+    {"reader.cuh", 705,
      "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
      "        uint32_t woven[4] = {\n"
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
@@ -6094,8 +6112,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
      "        word4 even = *(const word4*)(at + 8 * half * kPitch);\n"
-    },
-    {"reader.cuh", 708,
      "        word4 odd = *(const word4*)(at + (8 * half + 1) * kPitch);\n"
      "        uint32_t e[4] = {even.x, even.y, even.z, even.w}, o[4] = {odd.x, odd.y, odd.z, odd.w};\n"
      "#pragma unroll\n"
@@ -6175,6 +6191,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
      "    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);\n"
      "#pragma unroll\n"
+    },
+    {"reader.cuh", 803,
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            const unit_state& unit = s.unit[slot];\n"
@@ -6197,8 +6215,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (n < kTile) {\n"
      "        float sum = 0;\n"
      "        for (int tile = 0; tile < kStepTiles; tile++) {\n"
-    },
-    {"reader.cuh", 809,
      "            sum += of_tokens(tile)[n];\n"
      "        }\n"
      "        float scale = kPacked \? exp2_wide(weight_references[n]) : args.kv_scale;\n"
@@ -6212,8 +6228,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2; i++) {\n"
-     "            s.unit[slot] = unit_state{{kNoReference, kNoReference}, {kNoReference, kNoReference},\n"
-     "                                      {0, 0}};\n"
+     "            s.unit[slot].sum_reference[i] = s.unit[slot].weight_reference[i] = kNoReference;\n"
+     "            s.unit[slot].sum[i] = 0;\n"
      "        }\n"
      "    }\n"
      "#pragma unroll\n"
@@ -6244,6 +6260,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int first = bounds().begin / kStep * kStep;\n"
      "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
      "    if (steps == 0) {\n"
+     "        clear_state(s);\n"
      "        return;\n"
      "    }\n"
      "    // Steps of which every vector of the tile sees every token that exists.\n"
@@ -6251,12 +6268,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int full_end = (bounds().full_end - first) / kStep;\n"
      "    int entry = fill_stages(args, s, first, steps, likely);\n"
      "    finish_query(args, s);\n"
+     "    clear_state(s);\n"
      "    for (int step = 0; step < steps; step++) {\n"
      "        int token = first + step * kStep, ahead = step + kStages - 1;\n"
      "        const uint8_t* stage = stage_of(step);\n"
      "        const warp_mask* masks = token_masks_of(step);\n"
      "        group_scores score;\n"
      "        float x[kSlots][4];\n"
+     "        bool whole = step >= full_begin && step < full_end && all_exist(masks);\n"
      "        wait_for_copy(s, step);\n"
      "        multiply_keys(s, stage, score);\n"
      "        float ratio = split_scales(s, stage);\n"
@@ -6265,7 +6284,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        if (step > 0 && ahead < steps) {\n"
      "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
      "        }\n"
-     "        bool whole = step >= full_begin && step < full_end && all_exist(masks);\n"
      "        if (!whole) {\n"
      "            mask_scores(s, token, masks, x);\n"
      "        }\n"
@@ -6289,6 +6307,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    s.dims = s.warp % kGroups;\n"
      "    s.half = s.warp / kGroups;\n"
      "    s.owner = s.dims % kOwners;\n"
+    },
+    {"reader.cuh", 917,
      "    if (s.first_vector >= s.vectors) {\n"
      "        return;\n"
      "    }\n"
@@ -6303,7 +6323,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // First, for their latency.\n"
      "    int likely = copies_in_bulk(s) \? look_up(args, s, likely_first(args, s)) : -1;\n"
      "    load_query(args, s);\n"
-     "    clear_state(s);\n"
      "    find_ranges(args, s, of_tokens(0));\n"
      "    sync_block();\n"
      "    read_tokens(args, s, likely);\n"
@@ -7450,7 +7469,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x241CA3CBF6D5CEC7ull
+#define KMLA_I_DEVICE_PARTS_HASH 0x139482FCBBB48865ull
 // clang-format on
 // >>device source end
 

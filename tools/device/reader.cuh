@@ -46,13 +46,13 @@ struct unit_state {
     float sum_reference[2];    // log2; sum has exp2(score - sum_reference)
     float weight_reference[2]; // above that: weights are exp2(score - sum_reference + exponent - it)
     float sum[2];              // of the lane's own tokens
+    float scale[2];            // what makes scores of sums, in log2 units
 };
 
 struct reader_state : block_place {
     int dims, half;     // in QK: the warp's group of dims, its half of the step's tokens
     int owner;          // whose units the warp counts from: dims, if that is an owner
     word2 query[kQuerySteps][kColumns]; // B fragments, of columns as column_of counts them
-    float query_scale[kColumns][2];     // what makes scores of the group's sums, in log2 units
     unit_state unit[kSlots];
     float out[4][kColumns][4]; // O^T, as in store_results
 };
@@ -160,17 +160,19 @@ KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {
     }
 }
 
-// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.
+// Largest magnitude of the first `steps` k16 steps, NaN if there is one; the 4 lanes of a vector
+// agree. By bits: the high element of a pair counts before the low one, which is then taken alone.
 KMLA_DEVICE float query_amax(const reader_state& s, int j, int steps) {
-    float amax = 0;
+    uint32_t high = 0, low = 0;
 #pragma unroll
     for (int k = 0; k < steps; k++) {
-        uint32_t low = s.query[k][j].x & 0x7FFF7FFFu, high = s.query[k][j].y & 0x7FFF7FFFu;
-        amax = maximum(amax, maximum(bf16_low(low), bf16_high(low)));
-        amax = maximum(amax, maximum(bf16_low(high), bf16_high(high)));
+        word2 pair = s.query[k][j];
+        high = maximum(high, maximum(pair.x & 0x7FFFFFFFu, pair.y & 0x7FFFFFFFu));
+        low = maximum(low, maximum(pair.x << 17, pair.y << 17));
     }
+    uint32_t amax = maximum(high & 0x7FFF0000u, low >> 1);
     amax = maximum(amax, shuffle_xor(amax, 1));
-    return maximum(amax, shuffle_xor(amax, 2));
+    return bits_float(maximum(amax, shuffle_xor(amax, 2)));
 }
 
 KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {
@@ -197,11 +199,16 @@ KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
     return to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
-// Divides the warp's dims of the vector by the power of two that puts their largest element into
-// [2^14, 2^15). What f16 then drops is below 2^-38 of the largest. Returns that power.
-KMLA_DEVICE float normalise_query(reader_state& s, int j) {
-    float amax = query_amax(s, j, kQuerySteps);
-    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+// Exponent field of the power of two that vector n's query is divided by, so that its largest
+// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.
+KMLA_DEVICE int norm_exponent(int n) {
+    float amax = maximum(maximum(of_tokens(0)[n], of_tokens(1)[n]),
+                         maximum(of_tokens(2)[n], of_tokens(3)[n]));
+    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+}
+
+KMLA_DEVICE void normalise_query(reader_state& s, int j) {
+    int exponent = norm_exponent(8 * column_of(s, j) + s.row_in_quad);
     float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
 #pragma unroll
     for (int k = 0; k < kQuerySteps; k++) {
@@ -210,21 +217,34 @@ KMLA_DEVICE float normalise_query(reader_state& s, int j) {
         pair.x = normalise_pair(pair.x, factor, to_f16);
         pair.y = normalise_pair(pair.y, factor, to_f16);
     }
-    return bits_float((uint32_t)(exponent - 14) << 23);
 }
 
-// From values to fragments.
+// From values to fragments. Its barrier also shows the first steps' token masks to all.
 KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
             round_query_to_packed(s, j);
         }
-        float norm = kBf16 ? 1.0f : normalise_query(s, j); // of the vector row_in_quad
-        for (int i = 0; i < 2; i++) {
-            s.query_scale[j][i] = args.score_scale * shuffle(norm, 4 * (2 * s.column + i));
+        float amax = query_amax(s, j, kQuerySteps); // of the group's dims
+        if (s.column == 0 && s.half == 0) {
+            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;
         }
     }
+    sync_block();
+#pragma unroll
+    for (int j = 0; j < kColumns && !kBf16; j++) {
+        normalise_query(s, j);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2; i++) {
+            int exponent = norm_exponent(vector_of(s, slot) + i);
+            float norm = kBf16 ? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);
+            s.unit[slot].scale[i] = args.score_scale * norm;
+        }
+    }
+    sync_block(); // before scores are exchanged
 }
 
 // ---- KV to shared memory
@@ -430,11 +450,6 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, grou
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; tile++) {
         multiply_rope(s, tile, rows[tile], record[tile], score);
-        for (int j = 0; j < kColumns; j++) {
-            for (int i = 0; i < 4; i++) {
-                score[tile][j][i] *= s.query_scale[j][i % 2];
-            }
-        }
     }
 }
 
@@ -472,8 +487,9 @@ KMLA_DEVICE void exchange_scores(const reader_state& s, const group_scores& scor
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 4; i++) {
-            x[slot][i] = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +
-                         (sum[slot][2][i] + sum[slot][3][i]);
+            float all = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +
+                        (sum[slot][2][i] + sum[slot][3][i]);
+            x[slot][i] = all * s.unit[slot].scale[i % 2];
         }
     }
 }
@@ -819,8 +835,8 @@ KMLA_DEVICE void clear_state(reader_state& s) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2; i++) {
-            s.unit[slot] = unit_state{{kNoReference, kNoReference}, {kNoReference, kNoReference},
-                                      {0, 0}};
+            s.unit[slot].sum_reference[i] = s.unit[slot].weight_reference[i] = kNoReference;
+            s.unit[slot].sum[i] = 0;
         }
     }
 #pragma unroll
@@ -851,6 +867,7 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
     int first = bounds().begin / kStep * kStep;
     int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
     if (steps == 0) {
+        clear_state(s);
         return;
     }
     // Steps of which every vector of the tile sees every token that exists.
@@ -858,12 +875,14 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
     int full_end = (bounds().full_end - first) / kStep;
     int entry = fill_stages(args, s, first, steps, likely);
     finish_query(args, s);
+    clear_state(s);
     for (int step = 0; step < steps; step++) {
         int token = first + step * kStep, ahead = step + kStages - 1;
         const uint8_t* stage = stage_of(step);
         const warp_mask* masks = token_masks_of(step);
         group_scores score;
         float x[kSlots][4];
+        bool whole = step >= full_begin && step < full_end && all_exist(masks);
         wait_for_copy(s, step);
         multiply_keys(s, stage, score);
         float ratio = split_scales(s, stage);
@@ -872,7 +891,6 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
         if (step > 0 && ahead < steps) {
             entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
         }
-        bool whole = step >= full_begin && step < full_end && all_exist(masks);
         if (!whole) {
             mask_scores(s, token, masks, x);
         }
@@ -910,7 +928,6 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     // First, for their latency.
     int likely = copies_in_bulk(s) ? look_up(args, s, likely_first(args, s)) : -1;
     load_query(args, s);
-    clear_state(s);
     find_ranges(args, s, of_tokens(0));
     sync_block();
     read_tokens(args, s, likely);
