@@ -615,8 +615,8 @@ static void combine_numbers(int32_t parts, const float* lse, const float* out, d
 
 static void lc_01_empty_shards_are_not_read(void** state) {
     (void)state;
-    static const float payloads[3] = {5.0f, NAN, INFINITY};
-    static const float empties[3] = {-INFINITY, INFINITY, NAN};
+    const float payloads[3] = {5.0f, NAN, INFINITY};
+    const float empties[3] = {-INFINITY, INFINITY, NAN};
     for (int i = 0; i < 9; i++) {
         const float lse[2] = {logf(8.0f), empties[i / 3]};
         const float out[2] = {9.0f, payloads[i % 3]};
@@ -1297,6 +1297,11 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         decode(&c);
         kept_outputs rounded_inside = keep_outputs(&c);
         ref_buffer packed = ref_buffer_make(2 * 5 * 656, 0xff);
+        ref_buffer source = ref_buffer_make(c.query.bytes, 0); // in the machine's byte order
+        for (size_t i = 0; i < c.query.bytes; i += 2) {
+            const uint16_t bits = (uint16_t)ref_little(c.query.data + i, 2);
+            memcpy(source.data + i, &bits, 2);
+        }
         kmla_query_write write;
         kmla_error error;
         memset(&write, 0, sizeof(write));
@@ -1304,7 +1309,7 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         write.heads = 5;
         write.query_format = KMLA_QUERY_PACKED;
         write.source_type = KMLA_BF16;
-        write.source = c.args.query;
+        write.source = ref_address(&source);
         write.query = ref_address(&packed);
         assert_int_equal(kmla_host_write_query(&write, &error), KMLA_OK);
         c.args.query = ref_address(&packed);
@@ -1325,6 +1330,7 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         assert_memory_not_equal(c.out.data, rounded_inside.out.data, c.out.bytes);
         free_outputs(&rounded_inside);
         ref_buffer_free(&packed);
+        ref_buffer_free(&source);
         ref_free(&c);
     }
 }
@@ -1546,15 +1552,15 @@ static void bad_decodes_write_nothing(void** state) {
 static void bad_writes_and_combines_write_nothing(void** state) {
     (void)state;
     ref_buffer pool = ref_buffer_make(64 * 656, 0xee);
-    float source[576] = {0};
+    ref_buffer source = ref_buffer_make(576 * 4, 0);
     const int64_t slot = 0;
     kmla_error error;
     kmla_kv_write write;
     memset(&write, 0, sizeof(write));
     write.tokens = 1;
     write.source_type = KMLA_FP32;
-    write.latent = address_of(source);
-    write.rope = address_of(source + 512);
+    write.latent = ref_address(&source);
+    write.rope = ref_address(&source) + 512 * 4;
     write.slots = address_of(&slot);
     write.kv = ref_address(&pool);
     write.kv_pages = 1;
@@ -1567,7 +1573,7 @@ static void bad_writes_and_combines_write_nothing(void** state) {
     query.heads = 1;
     query.query_format = KMLA_QUERY_E4M3; // and no query_scale
     query.source_type = KMLA_FP32;
-    query.source = address_of(source);
+    query.source = ref_address(&source);
     query.query = ref_address(&pool);
     assert_int_equal(kmla_host_write_query(&query, &error), KMLA_ERROR_ARGUMENT);
     assert_non_null(strstr(error.message, "query_scale"));
@@ -1576,13 +1582,14 @@ static void bad_writes_and_combines_write_nothing(void** state) {
     combine.parts = 0;
     combine.rows = 1;
     combine.heads = 1;
-    combine.part_out = address_of(source);
-    combine.part_lse = address_of(source);
+    combine.part_out = ref_address(&source);
+    combine.part_lse = ref_address(&source);
     combine.out = ref_address(&pool);
     assert_int_equal(kmla_host_combine(&combine, &error), KMLA_ERROR_ARGUMENT);
     assert_non_null(strstr(error.message, "parts"));
     assert_true(ref_all_bytes(pool.data, pool.bytes, 0xee));
     ref_buffer_free(&pool);
+    ref_buffer_free(&source);
 }
 
 int main(void) {
