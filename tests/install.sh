@@ -9,6 +9,7 @@ need gcc gcc
 need g++ g++
 need clang clang
 need nm binutils
+need python3 python3
 if [ "$1" = pip ]; then
     python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
 fi
