@@ -64,12 +64,11 @@ def rust_type(c_type):
     array = re.fullmatch(r"(.*)\[(\w+)\]", c_type)
     if array:
         return f"[{rust_type(array[1])}; {array[2]}]"
-    base, stars = re.fullmatch(r"(.*?)(\**)", c_type.replace(" *", "*")).groups()
-    constant = base.startswith("const ")
-    rust = base.removeprefix("const ")
+    base, *pointers = re.split(r"\*", " ".join(c_type.split()))
+    rust = base.removeprefix("const ").strip()
     rust = RUST_NAMES.get(rust, rust)
-    for depth in range(len(stars)):
-        rust = f"*{'const' if constant and depth == 0 else 'mut'} {rust}"
+    for before in [base, *pointers][:-1]:  # each * points to what was read, const or not
+        rust = f"*{'const' if 'const' in before.split() else 'mut'} {rust}"
     return rust
 
 

@@ -25,15 +25,18 @@ static void test_nvrtc_names(void** state) {
     kmla_gpu* gpu = NULL;
     kmla_image image;
     kmla_error error;
+    kmla_status status;
     (void)state;
     memset(&desc, 0, sizeof desc);
     memset(&device, 0, sizeof device);
     desc.without_cuda = 1;
     device.compute_major = 9;
     _putenv("CUDA_PATH=C:\\nowhere");
-    assert_int_equal(kmla_gpu_open(&desc, &gpu, &error), KMLA_OK);
-    assert_int_equal(kmla_gpu_compile(gpu, NULL, &device, NULL, &image, &error),
-                     KMLA_ERROR_LIBRARY);
+    status = kmla_gpu_open(&desc, &gpu, &error); // NVRTC is looked for here or by the compile
+    if (status == KMLA_OK) {
+        status = kmla_gpu_compile(gpu, NULL, &device, NULL, &image, &error);
+    }
+    assert_int_equal(status, KMLA_ERROR_LIBRARY);
     assert_non_null(strstr(error.message, "nvrtc64_130_0.dll"));
     assert_non_null(strstr(error.message, "nvrtc64_120_0.dll"));
     assert_non_null(strstr(error.message, "nvrtc64_112_0.dll"));
