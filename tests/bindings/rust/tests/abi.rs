@@ -5,11 +5,15 @@
 use kimi_mla::*;
 use std::{collections::BTreeSet, env, ffi::CStr, fs, os::raw::c_void, ptr};
 
-/// Lines without blanks, and with the names of callbacks' types as the header's list has them.
+/// Names of callbacks' types, which the header has none for.
+const CALLBACKS: &[&str] = &["kmla_run", "kmla_log_write", "kmla_cache_load", "kmla_cache_store"];
+
+/// A line without blanks, and with callbacks as the header's list has them.
 fn normal(line: &str) -> String {
-    line.replace("kmla_run", "function pointer")
-        .replace("kmla_log_write", "function pointer")
-        .replace(char::is_whitespace, "")
+    let line = CALLBACKS.iter().fold(line.to_string(), |line, name| {
+        line.replace(&format!(" {name}"), " function pointer")
+    });
+    line.replace(char::is_whitespace, "")
 }
 
 fn of_header(variable: &str) -> BTreeSet<String> {
