@@ -625,12 +625,11 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 #define KMLA_I_PITCH_BF16 1168
 #define KMLA_I_MISC_BYTES 128      // barriers and token masks of the stages, facts of the tile
 #define KMLA_I_HOPPER_THREADS 512  // of the Hopper reader: 8 warps that score, 8 that weigh values
-#define KMLA_I_HOPPER_WIDE_TILE 64 // from this tile on its 8 warps do both, for want of registers
 #define KMLA_I_HOPPER_STEP_TOKENS 64
 #define KMLA_I_HOPPER_MISC_BYTES 256
 #define KMLA_I_HOPPER_LEAST_RUNS 5 // of KMLA_I_STEP_TOKENS tokens, in the ring: two steps and one
 #define KMLA_I_HOPPER_MOST_RUNS 10
-#define KMLA_I_MOST_TILE 72         // vectors of a tile, of the Hopper reader
+#define KMLA_I_MOST_TILE 64         // vectors of a tile, of the Hopper reader
 #define KMLA_I_REFERENCE_BELOW 5   // a new softmax reference is the maximum less this (log2)
 #define KMLA_I_REFERENCE_GROWTH 15 // and is kept until a score passes it by this: 2^15 fits f16
 
@@ -1140,7 +1139,6 @@ static const kmla_i_tile_cost kmla_i_tiles[] = {
     {KMLA_READER_HOPPER, 48, 1.40, 0.0},
     {KMLA_READER_HOPPER, 56, 1.50, 0.0},
     {KMLA_READER_HOPPER, 64, 1.60, 0.0},
-    {KMLA_READER_HOPPER, 72, 1.70, 0.0},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1192,7 +1190,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 72 are allowed, and 0 for the planner's",
+                           "shape.tile is %d; multiples of 8 to 64 are allowed, and 0 for the planner's",
                            (int)shape->tile);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
@@ -1295,8 +1293,7 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
         (int64_t)kmla_i_rows_per_group(&plan->shape) * plan->shape.heads, tile);
     if (plan->reader == KMLA_READER_HOPPER) {
         plan->resident = 1;
-        plan->threads = tile >= KMLA_I_HOPPER_WIDE_TILE ? KMLA_I_READER_THREADS
-                                                        : KMLA_I_HOPPER_THREADS;
+        plan->threads = KMLA_I_HOPPER_THREADS;
         plan->stages = kmla_i_hopper_runs(&plan->device, kv_format, tile);
         plan->shared_bytes = kmla_i_hopper_shared_bytes(kv_format, tile, plan->stages);
     } else if (plan->reader == KMLA_READER_PORTABLE) {
@@ -2907,7 +2904,6 @@ KMLA_I_KERNEL_ARGS
     KMLA_I_FACT(KMLA_I_FP8_STEP_TOKENS)                                                           \
     KMLA_I_FACT(KMLA_I_HOPPER_THREADS)                                                            \
     KMLA_I_FACT(KMLA_I_HOPPER_STEP_TOKENS)                                                        \
-    KMLA_I_FACT(KMLA_I_HOPPER_WIDE_TILE)                                                          \
     KMLA_I_FACT(KMLA_I_HOPPER_MISC_BYTES)                                                         \
     KMLA_I_FACT(KMLA_I_PITCH_PACKED)                                                              \
     KMLA_I_FACT(KMLA_I_PITCH_E4M3)                                                                \
@@ -5099,15 +5095,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                               : KMLA_I_PITCH_BF16;\n"
      "constexpr int kStages = KMLA_STAGES;\n"
      "constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM\n"
-     "constexpr bool kWide = kHopper && kTile >= KMLA_I_HOPPER_WIDE_TILE; // as the host's plan.threads\n"
-     "constexpr int kThreads = kHopper && !kWide \? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS;\n"
-     "constexpr int kWarps = kThreads / 32;\n"
+     "constexpr int kWarps = (kHopper \? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;\n"
      "constexpr int kStep = kHopper \? KMLA_I_HOPPER_STEP_TOKENS\n"
      "                      : kBf16 \? KMLA_I_STEP_TOKENS\n"
      "                              : KMLA_I_FP8_STEP_TOKENS;\n"
      "constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies\n"
      "constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;\n"
-     "constexpr int kLanesPerVector = kWide \? 2 : kHopper \? 4 : 8; // that know a vector's range\n"
+     "constexpr int kLanesPerVector = kHopper \? 4 : 8; // that know a vector's range\n"
      "\n"
      "struct block_place {\n"
      "    // Where the thread is.\n"
@@ -5164,10 +5158,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kFactsAt = (kMasksAt + kStages * kMaskBytes + 15) / 16 * 16;\n"
      "constexpr int kRangesAt = kHopper \? KMLA_I_HOPPER_MISC_BYTES : KMLA_I_MISC_BYTES;\n"
      "constexpr int kFactorsAt = kRangesAt + kTile * 16;\n"
-    },
-    {"tile.cuh", 89,
      "constexpr int kTargetsAt = kFactorsAt + kTile * 4;\n"
      "constexpr int kSmallBytes = kTargetsAt + kTile * 8;\n"
+    },
+    {"tile.cuh", 89,
      "static_assert(kFactsAt + (int)sizeof(tile_facts) <= kRangesAt, \"barriers, masks and facts fit\");\n"
      "static_assert(sizeof(vector_range) == 16, \"one load\");\n"
      "\n"
@@ -5257,11 +5251,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    sync_block();\n"
      "    if (thread_index() == 0) {\n"
      "        for (int w = 1; w < kWarps; w++) {\n"
-    },
-    {"tile.cuh", 180,
      "            mine = join(mine, of_warp[w]);\n"
      "        }\n"
      "        (tile_bounds&)bounds() = mine;\n"
+    },
+    {"tile.cuh", 181,
      "        bounds().first_row = s.first_row;\n"
      "        bounds().vectors = s.vectors;\n"
      "    }\n"
@@ -5349,10 +5343,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Rows behind the last request of a ragged batch: no tokens.\n"
      "KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {\n"
      "    int first = ((const int32_t*)args.row_offsets)[args.groups];\n"
-    },
-    {"tile.cuh", 270,
      "    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {\n"
      "        for (int head = 0; head < args.heads; head++) {\n"
+    },
+    {"tile.cuh", 270,
      "            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};\n"
      "            int dim = 8 * thread_index();\n"
      "            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {\n"
@@ -6336,11 +6330,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "//\n"
      "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,\n"
      "// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared\n"
-     "// memory. A step is 64 tokens. Two warpgroups score (QK and softmax, 16 tokens a warp), one the even\n"
-     "// steps and one the odd, each into a weight buffer of its own; two weigh values with these (PV, 64\n"
-     "// dims a warp) and copy records into a ring of runs of 32 tokens. The score groups take turns at\n"
-     "// softmax, so that each step's references are the next's. With small tiles these are four groups;\n"
-     "// large ones leave registers for two, which do both: each scores a step, then both weigh two.\n"
+     "// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a\n"
+     "// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values\n"
+     "// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups\n"
+     "// take turns at softmax, so that each step's references are the next's.\n"
      "//\n"
      "// Weights are computed with the references that are there; a vote says whether some vector has\n"
      "// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's\n"
@@ -6349,13 +6342,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#if defined(KMLA_TILE) && defined(KMLA_HOPPER)\n"
      "\n"
      "constexpr int kScoreWarps = 4; // of a group\n"
-     "constexpr int kValueWarps = 8;\n"
-     "constexpr int kFirstValueWarp = kWide \? 0 : 2 * kScoreWarps;\n"
+     "constexpr int kValueWarps = kWarps - 2 * kScoreWarps;\n"
      "constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;\n"
-     "constexpr int kEndThreads = kWide \? kThreads : kScoreThreads + kValueThreads; // that meet at the end\n"
-     "// Registers of a thread that scores and of one that weighs, if they are not the same; all start with\n"
-     "// 128.\n"
-     "constexpr int kScoreRegisters = kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
+     "// Registers of a thread that scores and of one that weighs; all start with 128.\n"
+     "constexpr int kScoreRegisters = kTile > 56 \? 80 : kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
      "constexpr int kValueRegisters = 256 - kScoreRegisters;\n"
      "// Named barriers; 0 is the block's.\n"
      "constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;\n"
@@ -6396,8 +6386,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (uint32_t*)(shared_memory() + kVotesAt) + 4 * buffer;\n"
      "}\n"
      "// Whether V products and sums before this step are to be multiplied by its factors.\n"
-    },
-    {"hopper.cuh", 65,
      "KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }\n"
      "// Of a run: a bit a token, it exists.\n"
      "KMLA_DEVICE uint32_t& run_tokens(int slot) {\n"
@@ -6407,6 +6395,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
+    },
+    {"hopper.cuh", 70,
      "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
      "    return shared_memory() + kWeightsAt + buffer * kTile * 128;\n"
      "}\n"
@@ -6471,10 +6461,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "           (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;\n"
      "}\n"
      "\n"
-     "// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part\n"
-     "\n"
-     "constexpr int kQueryLanes = kThreads >= 16 * kTile \? 16 : 8;\n"
-     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;\n"
+     "// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane\n"
      "\n"
      "KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {\n"
      "    uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};\n"
@@ -6487,8 +6474,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_bf16(uint64_t at, uint32_t (&pair)[8]) {\n"
      "    word4 low = ((const word4*)at)[0], high = ((const word4*)at)[1];\n"
      "    pair[0] = low.x, pair[1] = low.y, pair[2] = low.z, pair[3] = low.w;\n"
-    },
-    {"hopper.cuh", 154,
      "    pair[4] = high.x, pair[5] = high.y, pair[6] = high.z, pair[7] = high.w;\n"
      "}\n"
      "\n"
@@ -6499,6 +6484,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
+    },
+    {"hopper.cuh", 157,
      "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
      "        load_bf16(record + KMLA_PACKED_ROPE_OFFSET + 32 * (block - rope), pair);\n"
      "    } else {\n"
@@ -6517,20 +6504,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return amax;\n"
      "}\n"
      "\n"
-     "// Over the 8 lanes of 128 dims; over those of a vector.\n"
-     "KMLA_DEVICE float group_amax(float amax) {\n"
+     "// Over the 8 lanes of a vector.\n"
+     "KMLA_DEVICE float vector_amax(float amax) {\n"
      "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
      "    amax = maximum(amax, shuffle_xor(amax, 2));\n"
      "    return maximum(amax, shuffle_xor(amax, 4));\n"
      "}\n"
-     "KMLA_DEVICE float vector_amax(float amax) {\n"
-     "    amax = group_amax(amax);\n"
-     "    return kQueryLanes > 8 \? maximum(amax, shuffle_xor(amax, 8)) : amax;\n"
-     "}\n"
      "\n"
      "// What the packed query writer would store of the lane's dims of a group, read back.\n"
      "KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {\n"
-     "    float amax = group_amax(lane_amax(pair, 0));\n"
+     "    float amax = vector_amax(lane_amax(pair, 0));\n"
      "    const float largest = bits_float(0x7F7FFFFFu);\n"
      "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
      "    float inverse = power_of_two_inverse(scale);\n"
@@ -6539,6 +6522,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                            round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);\n"
      "    }\n"
      "}\n"
+     "\n"
+     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane\n"
      "\n"
      "// One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1\n"
      "// 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.\n"
@@ -6557,34 +6542,31 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// A lane's part i of a vector: loaded, and in e4m3 mode rounded.\n"
      "KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,\n"
      "                                 int part, uint32_t (&pair)[8]) {\n"
-     "    int block = kQueryLanes * i + part;\n"
+     "    int block = 8 * i + part;\n"
      "    for (int w = 0; w < 8; w++) {\n"
      "        pair[w] = 0;\n"
      "    }\n"
      "    if (exists && block < KMLA_QUERY_DIMS / 16) {\n"
      "        load_query_block(args, record, block, pair);\n"
      "    }\n"
-     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 &&\n"
-     "        block < KMLA_LATENT_DIMS / 16) {\n"
+     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {\n"
      "        round_to_packed(pair);\n"
      "    }\n"
      "}\n"
      "\n"
      "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {\n"
-     "    int vector = s.first_vector + n, part = s.lane % kQueryLanes;\n"
+     "    int vector = s.first_vector + n, part = s.lane % 8;\n"
      "    bool exists = vector < s.vectors;\n"
      "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
      "                      vector % args.heads * args.query_head_stride;\n"
      "    float amax = 0, factor;\n"
      "    uint32_t kept[kQueryParts][8];\n"
-    },
-    {"hopper.cuh", 242,
      "    bool plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;\n"
      "    if (plain) { // the usual case: all loads at once\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;\n"
-     "            load_bf16(inside \? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);\n"
+     "            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;\n"
+     "            load_bf16(inside \? record + 32 * (8 * i + part) : args.query, kept[i]);\n"
      "            for (int w = 0; w < 8; w++) {\n"
      "                kept[i][w] = inside \? kept[i][w] : 0;\n"
      "            }\n"
@@ -6595,6 +6577,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    } else {\n"
      "#pragma unroll 1\n"
+    },
+    {"hopper.cuh", 248,
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
      "            load_query_part(args, record, exists, i, part, pair);\n"
@@ -6607,8 +6591,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (plain) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, kQueryLanes * i + part, kept[i], factor);\n"
+     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, 8 * i + part, kept[i], factor);\n"
      "            }\n"
      "        }\n"
      "    } else {\n"
@@ -6616,8 +6600,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
      "            load_query_part(args, record, exists, i, part, pair);\n"
-     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, kQueryLanes * i + part, pair, factor);\n"
+     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, 8 * i + part, pair, factor);\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -6631,7 +6615,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {\n"
      "#pragma unroll 1\n"
-     "    for (int n = thread_index() / kQueryLanes; n < kTile; n += kThreads / kQueryLanes) {\n"
+     "    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {\n"
      "        stage_vector(args, s, n);\n"
      "    }\n"
      "    fence_async_reads();\n"
@@ -6641,11 +6625,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }\n"
      "\n"
-     "// In bulk: lanes 0, 1 .. of one value warp take a run each. Of two groups that do both it is of the\n"
-     "// one that scores a pair's later step, which is last to be done with the earlier one's values.\n"
-     "KMLA_DEVICE bool is_copier(const block_place& s, const token_walk& walk) {\n"
-     "    return s.warp == (kWide \? kScoreWarps * (1 - walk.odd) : 0);\n"
-     "}\n"
+     "// In bulk: lanes 0, 1 .. of the first value warp take a run each.\n"
      "\n"
      "// The table's entry for the page of a run, -1 if none of its tokens is wanted.\n"
      "KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {\n"
@@ -6674,8 +6654,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return wanted \? table_entry(args, s.group, token) : -1;\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 337,
      "// Zeros where there is no record.\n"
      "KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,\n"
      "                                     int token, int entry) {\n"
@@ -6698,6 +6676,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 345,
      "// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of\n"
      "// the one that says which there are.\n"
      "KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {\n"
@@ -6709,7 +6689,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                                 const token_walk& walk) {\n"
      "    int runs = minimum(kStages, 2 * walk.steps);\n"
      "    if (copies_in_bulk(s)) {\n"
-     "        if (is_copier(s, walk) && s.lane < runs) {\n"
+     "        if (s.warp == 0 && s.lane < runs) {\n"
      "            int token = walk.first + s.lane * kRunTokens;\n"
      "            copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));\n"
      "        }\n"
@@ -6737,7 +6717,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (!copies_in_bulk(s)) {\n"
      "        next.entry[0] = look_up_record(args, s, token);\n"
      "        next.entry[1] = look_up_record(args, s, token + kRunTokens);\n"
-     "    } else if (is_copier(s, walk) && s.lane < 2) {\n"
+     "    } else if (s.warp == 0 && s.lane < 2) {\n"
      "        next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);\n"
      "    }\n"
      "}\n"
@@ -6751,7 +6731,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,\n"
      "                                next.entry[i]);\n"
      "        }\n"
-     "    } else if (is_copier(s, walk) && s.lane < 2 && s.lane < left) {\n"
+     "    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {\n"
      "        copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,\n"
      "                         next.entry[0]);\n"
      "    }\n"
@@ -6773,8 +6753,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "           (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 434,
      "// Raw words of a batch of k16 steps: of the thread's two tokens, one of codes or two of BF16.\n"
      "typedef uint32_t raw_batch[kBatchSteps][4];\n"
      "typedef uint32_t fragment_batch[kBatchSteps][4];\n"
@@ -6797,6 +6775,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 442,
      "KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
@@ -6869,8 +6849,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        load_rope(record, column, batch - kLatentBatches, raw);\n"
      "    } else {\n"
      "        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);\n"
-    },
-    {"hopper.cuh", 528,
      "    }\n"
      "}\n"
      "\n"
@@ -6895,6 +6873,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        wgmma_fence();\n"
      "#pragma unroll\n"
      "        for (int k = 0; k < kBatchSteps; k++) {\n"
+    },
+    {"hopper.cuh", 538,
      "            uint64_t b = query_descriptor(batch * kBatchSteps + k);\n"
      "            if (is_rope_of_bf16(batch)) {\n"
      "                wgmma_bf16(score, a[batch % 2][k], b, true);\n"
@@ -6961,8 +6941,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int i = 0; i < 2; i++) {\n"
      "            vector_range range = range_of(8 * j + 2 * s.column + i);\n"
      "            bool low = token >= range.begin && token < range.end && (tokens & 1);\n"
-    },
-    {"hopper.cuh", 618,
      "            bool high = token + 8 >= range.begin && token + 8 < range.end && (tokens >> 8 & 1);\n"
      "            score[4 * j + i] = low \? score[4 * j + i] : -infinity();\n"
      "            score[4 * j + 2 + i] = high \? score[4 * j + 2 + i] : -infinity();\n"
@@ -6984,6 +6962,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                      {bits_float(bits.z), bits_float(bits.w)}};\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 625,
      "// A step's weights of a column by the references as they are. `power`: of the thread's two tokens.\n"
      "struct column_weights {\n"
      "    float sum[2];     // of the two tokens', as the sum takes them, by vector\n"
@@ -7056,8 +7036,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Whether any thread of the group says so. They meet here.\n"
-    },
-    {"hopper.cuh", 711,
      "KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {\n"
      "    uint32_t lanes = ballot(mine);\n"
      "    if (s.lane == 0) {\n"
@@ -7077,6 +7055,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
+    },
+    {"hopper.cuh", 716,
      "    return (float*)weight_block(s.group) + 32 * n;\n"
      "}\n"
      "\n"
@@ -7142,8 +7122,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    float factor = 1, now = before;\n"
      "    grown = mine && grown && top > -infinity();\n"
      "    if (grown) {\n"
-    },
-    {"hopper.cuh", 795,
      "        float raised = maximum(old, top - KMLA_I_REFERENCE_BELOW);\n"
      "        factor = old == kNoReference \? 0 : exp2_fast(old - raised);\n"
      "        reference_of(n) = raised;\n"
@@ -7164,6 +7142,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    meet_group(s);\n"
      "}\n"
+    },
+    {"hopper.cuh", 801,
      "\n"
      "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.\n"
      "KMLA_DEVICE word2& sums_of(const score_place& s, int j) {\n"
@@ -7244,8 +7224,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            of_warp += shuffle_xor(of_warp, 8);\n"
      "            of_warp += shuffle_xor(of_warp, 16);\n"
      "            if (s.row_in_quad == 0) {\n"
-    },
-    {"hopper.cuh", 895,
      "                rows[(s.group * kScoreWarps + s.warp) * kTile + 8 * j + 2 * s.column + i] = of_warp;\n"
      "            }\n"
      "        }\n"
@@ -7271,6 +7249,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_DEVICE score_place find_score_place(int thread) {\n"
+    },
+    {"hopper.cuh", 906,
      "    score_place s;\n"
      "    s.group = thread / kScoreThreads;\n"
      "    s.thread = thread % kScoreThreads;\n"
@@ -7282,56 +7262,54 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return s;\n"
      "}\n"
      "\n"
-     "// A step of the group: its weights, ratios and what it says into the group's buffer. `low`: place of\n"
-     "// the first of its two runs.\n"
-     "KMLA_DEVICE void score_step(const token_walk& walk, int step, ring_place low) {\n"
-     "    // Addresses take no registers from step to step, nor beside the products.\n"
-     "    score_place s = find_score_place(opaque(thread_index()));\n"
-     "    ring_place high = place_after(low, 1);\n"
-     "    int token = walk.first + step * kStep;\n"
-     "    bool full = wait_for_runs(token, low, high);\n"
-     "    int slot = s.warp < 2 \? low.slot : high.slot;\n"
-     "    uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);\n"
-     "    const uint8_t* record = records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;\n"
-     "    accumulators score;\n"
-     "    int exponent[2] = {0, 0};\n"
-     "    multiply_keys(s, record, score);\n"
-     "    s = find_score_place(opaque(thread_index()));\n"
-     "    take_buffer(s.group, step);\n"
-     "    if (kPacked) {\n"
-     "        store_ratios(s, record, s.group, exponent);\n"
+     "KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {\n"
+     "    score_place s = find_score_place(thread_index());\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        sums_of(s, j) = word2{0, 0};\n"
      "    }\n"
-     "    if (!full) {\n"
-     "        mask_scores(s, token, tokens, score);\n"
+     "    int step = s.group ^ walk.odd; // the group's first\n"
+     "    ring_place low = place_after(ring_place{0, 0}, 2 * step);\n"
+     "#pragma unroll 1\n"
+     "    for (; step < walk.steps; step += 2) {\n"
+     "        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step\n"
+     "        ring_place high = place_after(low, 1);\n"
+     "        int token = walk.first + step * kStep;\n"
+     "        bool full = wait_for_runs(token, low, high);\n"
+     "        int slot = s.warp < 2 \? low.slot : high.slot;\n"
+     "        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);\n"
+     "        const uint8_t* record =\n"
+     "            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;\n"
+     "        accumulators score;\n"
+     "        int exponent[2] = {0, 0};\n"
+     "        multiply_keys(s, record, score);\n"
+     "        s = find_score_place(opaque(thread_index()));\n"
+     "        take_buffer(s.group, step);\n"
+     "        if (kPacked) {\n"
+     "            store_ratios(s, record, s.group, exponent);\n"
+     "        }\n"
+     "        if (!full) {\n"
+     "            mask_scores(s, token, tokens, score);\n"
+     "        }\n"
+     "        if (step > 0) {\n"
+     "            take_turn(s);\n"
+     "        }\n"
+     "        softmax_step(s, step == 0, score, exponent);\n"
+     "        if (s.thread == 0) {\n"
+     "            barrier_arrive(weights_ready(s.group));\n"
+     "        }\n"
+     "        low = place_after(low, 4);\n"
      "    }\n"
-     "    if (step > 0) {\n"
-     "        take_turn(s);\n"
-     "    }\n"
-     "    softmax_step(s, step == 0, score, exponent);\n"
-     "    if (s.thread == 0) {\n"
-     "        barrier_arrive(weights_ready(s.group));\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "// `step`: the group's first that is not there.\n"
-     "KMLA_DEVICE void end_scores(const kmla_i_reader_args& args, const token_walk& walk, int step) {\n"
-     "    score_place s = find_score_place(opaque(thread_index()));\n"
+     "    launch_dependents();\n"
      "    if (step == walk.steps && step > 0) { // the last step was the other group's\n"
      "        take_turn(s);\n"
      "    }\n"
      "    int next = (walk.steps + walk.odd) % 2;\n"
      "    take_buffer(next, walk.steps);\n"
      "    finish_softmax(args, s, next);\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void clear_sums() {\n"
-     "    score_place s = find_score_place(thread_index());\n"
-     "    for (int j = 0; j < kColumns; j++) {\n"
-     "        sums_of(s, j) = word2{0, 0};\n"
+     "    if (s.group == 0) {\n"
+     "        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);\n"
      "    }\n"
      "}\n"
-     "\n"
-     "KMLA_DEVICE int score_group() { return thread_index() / kScoreThreads; }\n"
      "\n"
      "// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time\n"
      "\n"
@@ -7353,8 +7331,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
      "        uint32_t ratio = kPacked \? ratios[4 * half] : 0;\n"
      "        uint32_t woven[4] = {\n"
-    },
-    {"hopper.cuh", 1002,
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
      "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
      "#pragma unroll\n"
@@ -7376,6 +7352,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "template <bool masked>\n"
      "KMLA_DEVICE void multiply_values(const block_place& s, const uint8_t* low, const uint8_t* high,\n"
      "                                 int steps, int buffer, word2 (&token)[4],\n"
+    },
+    {"hopper.cuh", 1007,
      "                                 accumulators (&out)[4]) {\n"
      "    const uint32_t* ratios = (const uint32_t*)ratios_of(buffer, s.warp / 2) + s.column;\n"
      "    uint64_t b = matrix_descriptor(weight_block(buffer));\n"
@@ -7414,121 +7392,50 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// What a value thread knows of copies and the ring.\n"
-     "struct value_state {\n"
-     "    next_copies next;\n"
-     "    ring_place place, before; // of the first run of the step, and of the step before\n"
-     "};\n"
-     "\n"
-     "// Starts the copies in place of the runs of the step before this, when all are done with these.\n"
-     "KMLA_DEVICE void refill_ring(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                             const token_walk& walk, int step, value_state& v) {\n"
-     "    int buffer = (step - 1 + walk.odd) % 2;\n"
-     "    if (step > 0 && (!copies_in_bulk(s) || is_copier(s, walk))) {\n"
-     "        barrier_wait(weights_free(buffer), (uint32_t)((step - 1) / 2) & 1);\n"
-     "        copy_next_runs(args, s, walk, v.before, v.next);\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "// A step's products.\n"
-     "KMLA_DEVICE void value_step(const block_place& s, const token_walk& walk, int step, value_state& v,\n"
-     "                            accumulators (&out)[4]) {\n"
-     "    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes\n"
-     "    int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;\n"
-     "    word2 raw[4];\n"
-     "    ring_place after = place_after(v.place, 1);\n"
-     "    bool full = wait_for_runs(token, v.place, after);\n"
-     "    const uint8_t* low = records_of(v.place.slot) + offset;\n"
-     "    const uint8_t* high = records_of(after.slot) + offset;\n"
-     "    load_values(low, raw);\n"
-     "    barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
-     "    if (rescaled(buffer)) {\n"
-     "        rescale(s, buffer, out);\n"
-     "    }\n"
-     "    if (full) {\n"
-     "        multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);\n"
-     "    } else {\n"
-     "        int steps = (minimum(bounds().end - token, kStep) + 15) / 16;\n"
-     "        multiply_values<true>(s, low, high, steps, buffer, raw, out);\n"
-     "    }\n"
-    },
-    {"hopper.cuh", 1098,
-     "    if (s.lane == 0) {\n"
-     "        barrier_arrive(weights_free(buffer));\n"
-     "    }\n"
-     "    v.before = v.place;\n"
-     "    v.place = place_after(after, 1);\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void begin_values(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                              const token_walk& walk, value_state& v, accumulators (&out)[4]) {\n"
+     "// s.warp counts from the first value warp.\n"
+     "KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place& s,\n"
+     "                              const token_walk& walk) {\n"
+     "    accumulators out[4];\n"
      "#pragma unroll\n"
      "    for (int m = 0; m < 4; m++) {\n"
      "        for (int i = 0; i < kColumns * 4; i++) {\n"
      "            out[m][i] = 0;\n"
      "        }\n"
      "    }\n"
-     "    v = value_state{{kStages, {-1, -1}}, {0, 0}, {0, 0}};\n"
-     "    look_ahead(args, s, walk, v.next);\n"
-     "}\n"
-     "\n"
-     "// ---- the walks over a block's steps\n"
-     "\n"
-     "KMLA_DEVICE void walk_scores(const kmla_i_reader_args& args, const token_walk& walk) {\n"
-     "    int step = score_group() ^ walk.odd; // the group's first\n"
-     "    ring_place low = place_after(ring_place{0, 0}, 2 * step);\n"
-     "    clear_sums();\n"
-     "#pragma unroll 1\n"
-     "    for (; step < walk.steps; step += 2) {\n"
-     "        score_step(walk, step, low);\n"
-     "        low = place_after(low, 4);\n"
-     "    }\n"
-     "    launch_dependents();\n"
-     "    end_scores(args, walk, step);\n"
-     "    if (score_group() == 0) {\n"
-     "        named_barrier_arrive(kEndBarrier, kEndThreads);\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void walk_values(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                             const token_walk& walk) {\n"
-     "    accumulators out[4];\n"
-     "    value_state v;\n"
-     "    begin_values(args, s, walk, v, out);\n"
+     "    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes\n"
+     "    next_copies next = {kStages, {-1, -1}};\n"
+     "    look_ahead(args, s, walk, next);\n"
+     "    ring_place place = {0, 0}, before = {0, 0};\n"
      "#pragma unroll 1\n"
      "    for (int step = 0; step < walk.steps; step++) {\n"
-     "        refill_ring(args, s, walk, step, v); // a step late: nobody waits for the slowest warp\n"
-     "        value_step(s, walk, step, v, out);\n"
-     "    }\n"
-     "    named_barrier_sync(kEndBarrier, kEndThreads);\n"
-     "    store_results(args, s, out);\n"
-     "}\n"
-     "\n"
-     "// Both: a group scores one of two steps, then weighs both.\n"
-     "KMLA_DEVICE void walk_both(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                           const token_walk& walk) {\n"
-     "    accumulators out[4];\n"
-     "    value_state v;\n"
-     "    int own = score_group() ^ walk.odd;\n"
-     "    clear_sums();\n"
-     "    begin_values(args, s, walk, v, out);\n"
-     "#pragma unroll 1\n"
-     "    for (int first = 0; first < walk.steps; first += 2) {\n"
-     "        refill_ring(args, s, walk, first, v);\n"
-     "        if (first + own < walk.steps) {\n"
-     "            score_step(walk, first + own, place_after(v.place, 2 * own));\n"
+     "        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;\n"
+     "        word2 raw[4];\n"
+     "        if (step > 0) { // a step late, so that nobody waits for the slowest warp\n"
+     "            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);\n"
+     "            copy_next_runs(args, s, walk, before, next);\n"
      "        }\n"
-     "#pragma unroll 1\n"
-     "        for (int step = first; step < first + 2 && step < walk.steps; step++) {\n"
-     "            if (step > first) {\n"
-     "                refill_ring(args, s, walk, step, v);\n"
-     "            }\n"
-     "            value_step(s, walk, step, v, out);\n"
+     "        ring_place after = place_after(place, 1);\n"
+     "        bool full = wait_for_runs(token, place, after);\n"
+     "        const uint8_t* low = records_of(place.slot) + offset;\n"
+     "        const uint8_t* high = records_of(after.slot) + offset;\n"
+     "        load_values(low, raw);\n"
+     "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
+     "        if (rescaled(buffer)) {\n"
+     "            rescale(s, buffer, out);\n"
      "        }\n"
+     "        if (full) {\n"
+     "            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);\n"
+     "        } else {\n"
+     "            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;\n"
+     "            multiply_values<true>(s, low, high, steps, buffer, raw, out);\n"
+     "        }\n"
+     "        if (s.lane == 0) {\n"
+     "            barrier_arrive(weights_free(buffer));\n"
+     "        }\n"
+     "        before = place;\n"
+     "        place = place_after(after, 1);\n"
      "    }\n"
-     "    launch_dependents();\n"
-     "    end_scores(args, walk, (walk.steps - own + 1) / 2 * 2 + own);\n"
-     "    named_barrier_sync(kEndBarrier, kEndThreads);\n"
+     "    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);\n"
      "    store_results(args, s, out);\n"
      "}\n"
      "\n"
@@ -7545,7 +7452,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    barrier_init_fence();\n"
      "}\n"
      "\n"
-     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, kThreads, 1) {\n"
+     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
@@ -7559,23 +7466,24 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (thread_index() == 0) {\n"
      "        init_barriers(s);\n"
      "    }\n"
+    },
+    {"hopper.cuh", 1119,
      "    find_ranges(args, s, weight_block(0));\n"
      "    sync_block();\n"
      "    token_walk walk = find_walk();\n"
-     "    s.warp -= kFirstValueWarp;\n"
-     "    if (s.warp >= 0) {\n"
+     "    bool scores = s.warp < 2 * kScoreWarps;\n"
+     "    s.warp -= 2 * kScoreWarps;\n"
+     "    if (!scores) {\n"
      "        copy_first_runs(args, s, walk);\n"
      "    }\n"
      "    stage_query(args, s);\n"
      "    sync_block();\n"
-     "    if (kWide) {\n"
-     "        walk_both(args, s, walk);\n"
-     "    } else if (s.warp < 0) {\n"
+     "    if (scores) {\n"
      "        registers_release<kScoreRegisters>();\n"
-     "        walk_scores(args, walk);\n"
+     "        score_tokens(args, walk);\n"
      "    } else {\n"
      "        registers_take<kValueRegisters>();\n"
-     "        walk_values(args, s, walk);\n"
+     "        weigh_values(args, s, walk);\n"
      "    }\n"
      "}\n"
      "\n"
@@ -7890,7 +7798,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x497ACCDE8254EDA3ull
+#define KMLA_I_DEVICE_PARTS_HASH 0x45817842039F0969ull
 // clang-format on
 // >>device source end
 
