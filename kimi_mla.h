@@ -629,7 +629,7 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 #define KMLA_I_HOPPER_MISC_BYTES 256
 #define KMLA_I_HOPPER_LEAST_RUNS 5 // of KMLA_I_STEP_TOKENS tokens, in the ring: two steps and one
 #define KMLA_I_HOPPER_MOST_RUNS 10
-#define KMLA_I_MOST_TILE 64         // vectors of a tile, of the Hopper reader
+#define KMLA_I_MOST_TILE 56         // vectors of a tile, of the Hopper reader
 #define KMLA_I_REFERENCE_BELOW 5   // a new softmax reference is the maximum less this (log2)
 #define KMLA_I_REFERENCE_GROWTH 15 // and is kept until a score passes it by this: 2^15 fits f16
 
@@ -1131,14 +1131,13 @@ typedef struct kmla_i_tile_cost {
 static const kmla_i_tile_cost kmla_i_tiles[] = {
     {KMLA_READER_PORTABLE, 8, 1.05, 1.60},  {KMLA_READER_PORTABLE, 16, 1.20, 1.80},
     {KMLA_READER_PORTABLE, 32, 1.90, 2.75},
-    {KMLA_READER_HOPPER, 8, 1.00, 0.0},
-    {KMLA_READER_HOPPER, 16, 1.05, 0.0},
-    {KMLA_READER_HOPPER, 24, 1.10, 0.0},
-    {KMLA_READER_HOPPER, 32, 1.20, 0.0},
-    {KMLA_READER_HOPPER, 40, 1.30, 0.0},
-    {KMLA_READER_HOPPER, 48, 1.40, 0.0},
-    {KMLA_READER_HOPPER, 56, 1.50, 0.0},
-    {KMLA_READER_HOPPER, 64, 1.60, 0.0},
+    {KMLA_READER_HOPPER, 8, 1.36, 0.0},
+    {KMLA_READER_HOPPER, 16, 1.45, 0.0},
+    {KMLA_READER_HOPPER, 24, 1.55, 0.0},
+    {KMLA_READER_HOPPER, 32, 1.63, 0.0},
+    {KMLA_READER_HOPPER, 40, 1.83, 0.0},
+    {KMLA_READER_HOPPER, 48, 1.94, 0.0},
+    {KMLA_READER_HOPPER, 56, 1.98, 0.0},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1190,7 +1189,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 64 are allowed, and 0 for the planner's",
+                           "shape.tile is %d; multiples of 8 to 56 are allowed, and 0 for the planner's",
                            (int)shape->tile);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
@@ -6345,7 +6344,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kValueWarps = kWarps - 2 * kScoreWarps;\n"
      "constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;\n"
      "// Registers of a thread that scores and of one that weighs; all start with 128.\n"
-     "constexpr int kScoreRegisters = kTile > 56 \? 80 : kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
+     "constexpr int kScoreRegisters = kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
      "constexpr int kValueRegisters = 256 - kScoreRegisters;\n"
      "// Named barriers; 0 is the block's.\n"
      "constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;\n"
@@ -6354,7 +6353,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each\n"
      "constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims\n"
-     "constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied\n"
+     "constexpr int kBatchSteps = kTile <= 32 \? 4 : 2; // of QK: converted while others are multiplied\n"
      "constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page\n"
@@ -6461,7 +6460,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "           (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;\n"
      "}\n"
      "\n"
-     "// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane\n"
+     "// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part\n"
+     "\n"
+     "constexpr int kQueryLanes = KMLA_I_HOPPER_THREADS >= 16 * kTile \? 16 : 8;\n"
+     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;\n"
      "\n"
      "KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {\n"
      "    uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};\n"
@@ -6481,11 +6483,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// score_scale.\n"
      "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
      "                                  uint32_t (&pair)[8]) {\n"
+    },
+    {"hopper.cuh", 157,
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
-    },
-    {"hopper.cuh", 157,
      "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
      "        load_bf16(record + KMLA_PACKED_ROPE_OFFSET + 32 * (block - rope), pair);\n"
      "    } else {\n"
@@ -6504,16 +6506,20 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return amax;\n"
      "}\n"
      "\n"
-     "// Over the 8 lanes of a vector.\n"
-     "KMLA_DEVICE float vector_amax(float amax) {\n"
+     "// Over the 8 lanes of 128 dims; over those of a vector.\n"
+     "KMLA_DEVICE float group_amax(float amax) {\n"
      "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
      "    amax = maximum(amax, shuffle_xor(amax, 2));\n"
      "    return maximum(amax, shuffle_xor(amax, 4));\n"
      "}\n"
+     "KMLA_DEVICE float vector_amax(float amax) {\n"
+     "    amax = group_amax(amax);\n"
+     "    return kQueryLanes > 8 \? maximum(amax, shuffle_xor(amax, 8)) : amax;\n"
+     "}\n"
      "\n"
      "// What the packed query writer would store of the lane's dims of a group, read back.\n"
      "KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {\n"
-     "    float amax = vector_amax(lane_amax(pair, 0));\n"
+     "    float amax = group_amax(lane_amax(pair, 0));\n"
      "    const float largest = bits_float(0x7F7FFFFFu);\n"
      "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
      "    float inverse = power_of_two_inverse(scale);\n"
@@ -6522,8 +6528,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                            round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);\n"
      "    }\n"
      "}\n"
-     "\n"
-     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane\n"
      "\n"
      "// One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1\n"
      "// 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.\n"
@@ -6542,20 +6546,21 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// A lane's part i of a vector: loaded, and in e4m3 mode rounded.\n"
      "KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,\n"
      "                                 int part, uint32_t (&pair)[8]) {\n"
-     "    int block = 8 * i + part;\n"
+     "    int block = kQueryLanes * i + part;\n"
      "    for (int w = 0; w < 8; w++) {\n"
      "        pair[w] = 0;\n"
      "    }\n"
      "    if (exists && block < KMLA_QUERY_DIMS / 16) {\n"
      "        load_query_block(args, record, block, pair);\n"
      "    }\n"
-     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {\n"
+     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 &&\n"
+     "        block < KMLA_LATENT_DIMS / 16) {\n"
      "        round_to_packed(pair);\n"
      "    }\n"
      "}\n"
      "\n"
      "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {\n"
-     "    int vector = s.first_vector + n, part = s.lane % 8;\n"
+     "    int vector = s.first_vector + n, part = s.lane % kQueryLanes;\n"
      "    bool exists = vector < s.vectors;\n"
      "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
      "                      vector % args.heads * args.query_head_stride;\n"
@@ -6565,8 +6570,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (plain) { // the usual case: all loads at once\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;\n"
-     "            load_bf16(inside \? record + 32 * (8 * i + part) : args.query, kept[i]);\n"
+     "            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;\n"
+     "            load_bf16(inside \? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);\n"
+    },
+    {"hopper.cuh", 244,
      "            for (int w = 0; w < 8; w++) {\n"
      "                kept[i][w] = inside \? kept[i][w] : 0;\n"
      "            }\n"
@@ -6577,8 +6584,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    } else {\n"
      "#pragma unroll 1\n"
-    },
-    {"hopper.cuh", 248,
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
      "            load_query_part(args, record, exists, i, part, pair);\n"
@@ -6591,8 +6596,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (plain) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, 8 * i + part, kept[i], factor);\n"
+     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, kQueryLanes * i + part, kept[i], factor);\n"
      "            }\n"
      "        }\n"
      "    } else {\n"
@@ -6600,8 +6605,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
      "            load_query_part(args, record, exists, i, part, pair);\n"
-     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, 8 * i + part, pair, factor);\n"
+     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, kQueryLanes * i + part, pair, factor);\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -6615,7 +6620,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {\n"
      "#pragma unroll 1\n"
-     "    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {\n"
+     "    for (int n = thread_index() / kQueryLanes; n < kTile;\n"
+     "         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {\n"
      "        stage_vector(args, s, n);\n"
      "    }\n"
      "    fence_async_reads();\n"
@@ -6665,6 +6671,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {\n"
      "        uint64_t record = shuffle(address, i);\n"
      "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
+    },
+    {"hopper.cuh", 341,
      "            copy_async_16(records_of(slot) + i * kPitch + at,\n"
      "                          (const void*)((record \? record : args.kv) + at), record != 0);\n"
      "        }\n"
@@ -6676,8 +6684,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 345,
      "// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of\n"
      "// the one that says which there are.\n"
      "KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {\n"
@@ -6768,6 +6774,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
+    },
+    {"hopper.cuh", 442,
      "        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +\n"
      "                            8 * column;\n"
      "        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);\n"
@@ -6775,8 +6783,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 442,
      "KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
@@ -6866,6 +6872,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    load_any_batch(record, s.column, 1, raw);\n"
      "#pragma unroll\n"
      "    for (int batch = 0; batch < kBatches; batch++) {\n"
+    },
+    {"hopper.cuh", 538,
      "        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {\n"
      "            wgmma_wait<0>();\n"
      "            scale_scores(score, scales, batch / per_group - 1);\n"
@@ -6873,8 +6881,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        wgmma_fence();\n"
      "#pragma unroll\n"
      "        for (int k = 0; k < kBatchSteps; k++) {\n"
-    },
-    {"hopper.cuh", 538,
      "            uint64_t b = query_descriptor(batch * kBatchSteps + k);\n"
      "            if (is_rope_of_bf16(batch)) {\n"
      "                wgmma_bf16(score, a[batch % 2][k], b, true);\n"
@@ -6956,14 +6962,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);\n"
      "    return of_two{{bits_float(bits.x), bits_float(bits.y)}};\n"
      "}\n"
+    },
+    {"hopper.cuh", 626,
      "KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {\n"
      "    word4 bits = *(const word4*)(terms() + 4 * j + s.column);\n"
      "    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},\n"
      "                      {bits_float(bits.z), bits_float(bits.w)}};\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 625,
      "// A step's weights of a column by the references as they are. `power`: of the thread's two tokens.\n"
      "struct column_weights {\n"
      "    float sum[2];     // of the two tokens', as the sum takes them, by vector\n"
@@ -7052,11 +7058,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
      "\n"
+    },
+    {"hopper.cuh", 720,
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
-    },
-    {"hopper.cuh", 716,
      "    return (float*)weight_block(s.group) + 32 * n;\n"
      "}\n"
      "\n"
@@ -7132,6 +7138,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;\n"
      "        if (grown && (old == kNoReference || outgrown)) {\n"
      "            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;\n"
+    },
+    {"hopper.cuh", 798,
      "            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));\n"
      "            weight_scales()[n] = now;\n"
      "        }\n"
@@ -7142,8 +7150,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    meet_group(s);\n"
      "}\n"
-    },
-    {"hopper.cuh", 801,
      "\n"
      "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.\n"
      "KMLA_DEVICE word2& sums_of(const score_place& s, int j) {\n"
@@ -7237,6 +7243,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
+    },
+    {"hopper.cuh", 901,
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
      "    }\n"
      "}\n"
@@ -7249,8 +7257,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_DEVICE score_place find_score_place(int thread) {\n"
-    },
-    {"hopper.cuh", 906,
      "    score_place s;\n"
      "    s.group = thread / kScoreThreads;\n"
      "    s.thread = thread % kScoreThreads;\n"
@@ -7346,14 +7352,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Converted values of a k16 step; with registers to spare those of two.\n"
+    },
+    {"hopper.cuh", 1008,
      "constexpr int kValueBuffers = kTile <= 32 \? 2 : 1;\n"
      "\n"
      "// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.\n"
      "template <bool masked>\n"
      "KMLA_DEVICE void multiply_values(const block_place& s, const uint8_t* low, const uint8_t* high,\n"
      "                                 int steps, int buffer, word2 (&token)[4],\n"
-    },
-    {"hopper.cuh", 1007,
      "                                 accumulators (&out)[4]) {\n"
      "    const uint32_t* ratios = (const uint32_t*)ratios_of(buffer, s.warp / 2) + s.column;\n"
      "    uint64_t b = matrix_descriptor(weight_block(buffer));\n"
@@ -7452,6 +7458,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    barrier_init_fence();\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 1112,
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
@@ -7466,8 +7474,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (thread_index() == 0) {\n"
      "        init_barriers(s);\n"
      "    }\n"
-    },
-    {"hopper.cuh", 1119,
      "    find_ranges(args, s, weight_block(0));\n"
      "    sync_block();\n"
      "    token_walk walk = find_walk();\n"
@@ -7798,7 +7804,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x45817842039F0969ull
+#define KMLA_I_DEVICE_PARTS_HASH 0x3F71080E418EC5E7ull
 // clang-format on
 // >>device source end
 
