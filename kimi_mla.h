@@ -3151,12 +3151,14 @@ typedef struct kmla_i_text {
 } kmla_i_text;
 
 static void kmla_i_text_add(kmla_i_text* text, const char* more) {
-    for (; *more; ++more, ++text->length) {
-        if (text->length + 1 < text->room) {
-            text->data[text->length] = *more;
-            text->data[text->length + 1] = 0;
-        }
+    const size_t bytes = strlen(more);
+    if (text->length + 1 < text->room) {
+        const size_t room = text->room - text->length - 1;
+        const size_t kept = bytes < room ? bytes : room;
+        memcpy(text->data + text->length, more, kept);
+        text->data[text->length + kept] = 0;
     }
+    text->length += bytes;
 }
 
 // Both strings, one after the other; cut off where the room ends.
@@ -3464,12 +3466,14 @@ static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, i
     char* text = NULL;
     char line[320];
     char message[sizeof error->message];
+    const char* call = "nvrtcGetProgramLogSize";
     int result = nvrtc->log_bytes(program, &bytes);
     if (result == 0 && bytes > 1) {
         text = (char*)KMLA_MALLOC(bytes);
         if (!text) {
             return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
         }
+        call = "nvrtcGetProgramLog";
         result = nvrtc->log(program, text);
     }
     if (result == 0 && text && log && log->write) {
@@ -3478,8 +3482,7 @@ static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, i
     kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
     KMLA_FREE(text);
     if (compile_result == 0) {
-        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE,
-                                               "nvrtcGetProgramLog", result)
+        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, call, result)
                       : KMLA_OK;
     }
     snprintf(message, sizeof message, "nvrtcCompileProgram of NVRTC %d.%d failed: %s: %s%s%s",
@@ -3935,9 +3938,11 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
     char message[sizeof error->message];
     kmla_i_text text = {message, sizeof message, 0};
     int result = nvrtc->architecture_count(&count);
-    if (result == 0 && count <= (int)(sizeof known / sizeof known[0])) {
-        result = nvrtc->architectures(known);
+    if (result != 0 || count > KMLA_I_COUNT(known)) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE,
+                                      "nvrtcGetNumSupportedArchs", result);
     }
+    result = nvrtc->architectures(known);
     if (result != 0) {
         return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetSupportedArchs",
                                       result);
@@ -4451,7 +4456,9 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
         result = gpu->cuda.function_attribute(&registers, KMLA_I_FUNCTION_REGISTERS, *function);
     }
     if (result != 0) {
-        return kmla_i_fail_cuda(gpu, error, "cuFuncLoad", result);
+        return kmla_i_fail_cuda(gpu, error,
+                                gpu->cuda.function_load ? "cuFuncLoad" : "cuFuncGetAttribute",
+                                result);
     }
     if (shared_bytes > 0) {
         result = gpu->cuda.function_set(*function, KMLA_I_FUNCTION_DYNAMIC_SHARED, shared_bytes);
@@ -4801,12 +4808,16 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
                               shape->ragged ? (size_t)shape->requests + 1 : 0};
     int32_t* copies[3]; // table, lengths, row offsets: one after the other in one allocation
     kmla_status status = KMLA_OK;
+    const char* call = "cuMemcpyDtoHAsync";
     int result, capturing = 0, i;
 
     result = gpu->cuda.stream_capturing(stream, &capturing);
     if (capturing || result == KMLA_I_CAPTURE_IMPLICIT) {
         return kmla_i_fail(error, KMLA_ERROR_CAPTURE,
                            "check_pages synchronises, and the stream is being captured");
+    }
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuStreamIsCapturing", result);
     }
     copies[0] = (int32_t*)KMLA_MALLOC((counts[0] + counts[1] + counts[2]) * sizeof(int32_t));
     if (!copies[0]) {
@@ -4821,10 +4832,11 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
         }
     }
     if (result == 0) {
+        call = "cuStreamSynchronize";
         result = gpu->cuda.stream_synchronize(stream);
     }
     if (result != 0) {
-        status = kmla_i_fail_cuda(gpu, error, "reading the tables for check_pages", result);
+        status = kmla_i_fail_cuda(gpu, error, call, result);
     } else {
         status = kmla_check_pages(plan, args, copies[0], copies[1],
                                   shape->ragged ? copies[2] : NULL, error);

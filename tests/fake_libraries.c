@@ -186,7 +186,9 @@ int cuModuleUnload(void* module) {
 int cuModuleGetFunction(void** function, void* module, const char* name) {
     fake_function* found;
     CALL("cuModuleGetFunction")
-    CALL(name)
+    if (fake.failing_call && strcmp(fake.failing_call, name) == 0) {
+        return fake.failing_result;
+    }
     NEED_CONTEXT
     found = &fake.functions[add(&fake.function_count, 1) % FAKE_MAX_MODULES];
     found->module = (fake_module*)module;
@@ -337,6 +339,7 @@ int nvrtcCreateProgram(void** program, const char* source, const char* name, int
 }
 int nvrtcCompileProgram(void* program, int option_count, const char* const* options) {
     fake_program* compiled = (fake_program*)program;
+    char said[sizeof fake.options] = "";
     int i;
     CALL("nvrtcCompileProgram")
     if (fake.without_builtins) {
@@ -348,10 +351,10 @@ int nvrtcCompileProgram(void* program, int option_count, const char* const* opti
     }
     compiled->log = fake.log;
     add(&fake.compiles, 1);
-    fake.options[0] = 0;
     for (i = 0; i < option_count; ++i) {
-        strcat(strcat(fake.options, options[i]), " ");
+        strcat(strcat(said, options[i]), " ");
     }
+    memcpy(fake.options, said, sizeof said);
     return 0;
 }
 static const char* log_of(const void* program) { // a compile that was told to fail left none
@@ -385,9 +388,9 @@ int nvrtcGetCUBIN(void* program, char* cubin) {
     return 0;
 }
 int nvrtcDestroyProgram(void** program) {
-    CALL("nvrtcDestroyProgram")
-    add(&fake.programs_alive, -1);
+    add(&fake.programs_alive, -1); // also if it fails: what it keeps then is its own affair
     free(*program);
     *program = NULL;
+    CALL("nvrtcDestroyProgram")
     return 0;
 }
