@@ -545,9 +545,9 @@ KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
                                       kmla_error* error);
 #endif
 
-// Finds the libraries and their functions, and that NVRTC has its builtins (a compile of nothing:
-// about 15 ms). Creates no context, prints nothing, unloads nothing. desc may be NULL. Not for use
-// during capture.
+// Finds the libraries and their functions, and that NVRTC has its builtins (by a compile of
+// nothing, which takes some 10 ms). Creates no context, prints nothing, unloads nothing. desc may
+// be NULL. Not for use during capture.
 // Errors: LIBRARY (lists every name tried; a toolkit's stub of libcuda; NVRTC without its
 // builtins), SYMBOL, CUDA, MEMORY.
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error);
@@ -8082,7 +8082,7 @@ static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH
 // =============================================================================
 //
 //     0.1.0  2026-12  portable reader (sm_80 to sm_121), Hopper reader (sm_90a), merge, combine,
-//                     writers, host reader, images that load without NVRTC
+//                     writers, host reader, images that load without NVRTC, cache of images
 //
 // =============================================================================
 // Licence

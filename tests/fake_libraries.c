@@ -136,8 +136,9 @@ int cuCtxGetDevResource(void* context, void* resource, int type) {
     unsigned int count;
     CALL("cuCtxGetDevResource")
     NEED_DRIVER
-    count = (unsigned int)(of->multiprocessors ? of->multiprocessors
-                                               : fake.devices[of->device].multiprocessors);
+    count = (unsigned int)(of->multiprocessors > 0   ? of->multiprocessors
+                           : of->multiprocessors < 0 ? 0
+                                                     : fake.devices[of->device].multiprocessors);
     memset(resource, 0, 144); // as cuda.h 12.4 to 13.0 lay it out: type, 92 bytes, SMs, ...
     memcpy(resource, &type, sizeof type);
     memcpy((char*)resource + 96, &count, sizeof count);

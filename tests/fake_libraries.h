@@ -17,7 +17,7 @@ typedef struct fake_device {
 typedef struct fake_context {
     int device; // index
     unsigned long long id;
-    int multiprocessors; // of a green context, else 0
+    int multiprocessors; // of a green context; 0: all; -1: the driver says that it has none
     int dead;
 } fake_context;
 

@@ -238,6 +238,7 @@ typedef struct shelf {
     unsigned char data[4096];
     size_t bytes;  // 0: empty
     size_t claims; // what load says that it has, 0: the truth
+    size_t copied; // what it says that it has copied, 0: the truth
     int loads, stores;
 } shelf;
 
@@ -249,7 +250,7 @@ static size_t shelf_load(void* user, const char* key, void* data, size_t room) {
     }
     if (data && s->bytes <= room) {
         memcpy(data, s->data, s->bytes);
-        return s->bytes;
+        return s->copied ? s->copied : s->bytes;
     }
     return s->claims ? s->claims : s->bytes;
 }
@@ -381,6 +382,9 @@ static void test_lies(void** state) {
     }
     s.claims = 0;
     assert_int_equal(compile_right(gpu), 0);
+    s.copied = 10; // it was cut off while it was read
+    assert_int_equal(compile_right(gpu), 1);
+    s.copied = 0;
 
     // A whole image, but of another plan.
     {
@@ -634,7 +638,7 @@ static void test_bad_directories(void** state) {
     snprintf(path, sizeof path, "%s/", folder);
     i = KMLA_I_PATH_BYTES - KMLA_CACHE_KEY_BYTES - KMLA_I_FILE_ENDING_BYTES;
     while (strlen(path) + 200 < i) {
-        strcat(path, "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy/");
+        strcat(path, "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy/");
         assert_int_equal(mkdir(path, 0700), 0);
     }
     while (strlen(path) < i) {
@@ -695,6 +699,26 @@ static void test_every_flipped_byte(void** state) {
         expect_rebuilt(gpu);
         data[at] ^= (unsigned char)(1 << at % 8);
     }
+    kmla_gpu_close(gpu);
+}
+
+// A killed process left a file with the very name that this one would take: it is nobody's.
+static void test_left_over(void** state) {
+    kmla_gpu* gpu = open_with_files();
+    char path[256], left[320], data[1000];
+    struct stat facts;
+    (void)state;
+    compile_right(gpu);
+    entry_path(path, sizeof path);
+    assert_int_equal(remove(path), 0);
+    path[strlen(path) - strlen(".kmla")] = 0;
+    snprintf(left, sizeof left, "%s.%d.0.tmp", path, (int)getpid());
+    memset(data, 'x', sizeof data);
+    write_whole(left, data, sizeof data);
+    assert_int_equal(compile_right(gpu), 1);
+    assert_int_equal(compile_right(gpu), 0);
+    assert_int_equal(stat(left, &facts), 0);
+    assert_int_equal(facts.st_size, sizeof data);
     kmla_gpu_close(gpu);
 }
 
@@ -1085,6 +1109,7 @@ int main(int count, char** words) {
         TEST(test_bad_directories),
         TEST(test_every_length),
         TEST(test_every_flipped_byte),
+        TEST(test_left_over),
         TEST(test_no_file),
         TEST(test_every_file_call),
         TEST(test_short_writes),

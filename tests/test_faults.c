@@ -1,6 +1,6 @@
 // Every call that the header makes of libcuda and NVRTC fails once with every result, and every
-// allocation fails once. Each time: the right error, outputs untouched, nothing leaked, and the same
-// call succeeds when the fault is gone.
+// allocation fails once. Each time: the right error, outputs untouched, nothing leaked, and the
+// same call succeeds when the fault is gone.
 
 #include <setjmp.h>
 #include <stdarg.h>

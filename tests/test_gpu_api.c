@@ -421,7 +421,7 @@ static void test_one_split(void** state) {
     assert_int_equal(reader->grid[0], plan.tiles_per_request);
     assert_int_equal(reader->grid[1], 1);
     assert_int_equal(reader->grid[2], 2);
-    assert_int_equal(reader->threads, KMLA_I_READER_THREADS);
+    assert_int_equal(reader->threads, plan.threads);
     assert_int_equal(reader->shared_bytes, plan.shared_bytes);
     assert_ptr_equal(reader->stream, &context_b);
     memcpy(&sent, reader->args, sizeof sent);
