@@ -125,6 +125,7 @@ static int set_up(void** state) {
 
 static int tear_down(void** state) {
     (void)state;
+    umount2(directory, MNT_DETACH); // if the test of a full disk stopped half way
     remove_all(folder);
     return 0;
 }
