@@ -3226,7 +3226,7 @@ static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, cons
 #define KMLA_I_CUDA_NAME "nvcuda.dll"
 
 static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
-static const char* kmla_i_library_fault(void) { return ""; }
+static const char* kmla_i_library_fault(void) { return "LoadLibrary failed"; }
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     struct HINSTANCE__* handle = (struct HINSTANCE__*)library;
@@ -3239,10 +3239,10 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 
 static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
 
-// Why the last kmla_i_library_open failed, "" if the system does not say.
+// Why the last kmla_i_library_open failed.
 static const char* kmla_i_library_fault(void) {
     const char* fault = dlerror();
-    return fault ? fault : "";
+    return fault ? fault : "no reason is known";
 }
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
