@@ -4493,6 +4493,8 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
     return KMLA_OK;
 }
 
+// A module, not a cuLibrary: an object belongs to one context anyway, and the kernels of a library
+// would be loaded into it by their first launch, which may be in a capture.
 static kmla_status kmla_i_load_image(const kmla_gpu* gpu, const kmla_image* image, void** module,
                                      kmla_error* error) {
     int result = gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
