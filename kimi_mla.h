@@ -37,6 +37,7 @@
 //     KIMI_MLA_NO_GPU           not defined   leave the GPU side out: no dlopen, no device source
 //     KIMI_MLA_NO_NVRTC         not defined   leave the compiler and device source out: kernels are
 //                                             images that tools/kmla made
+//     KIMI_MLA_NO_FILES         not defined   leave kmla_cache_files out, which alone touches files
 //     KMLA_API                  extern        linkage of the public functions
 //     KMLA_MALLOC(bytes)        malloc        used by open, compile and the checking mode only
 //     KMLA_FREE(pointer)        free          its partner
@@ -271,7 +272,7 @@ KMLA_API kmla_status kmla_workspace_bytes(int32_t rows, int32_t heads, int32_t s
 typedef struct kmla_device {
     int32_t compute_major;    // 9 of 9.0
     int32_t compute_minor;    // 0 of 9.0
-    int32_t multiprocessors;  // SMs
+    int32_t multiprocessors;  // SMs; of a green context its share
     int32_t shared_bytes;     // most dynamic shared memory a block may ask for (opt-in limit)
     int32_t shared_bytes_sm;  // shared memory of one SM
 } kmla_device;
@@ -498,8 +499,27 @@ KMLA_API kmla_status kmla_host_write_query(const kmla_query_write* args, kmla_er
 // One object per CUDA context; not tied to a thread.
 typedef struct kmla_gpu kmla_gpu;
 
-// How the libraries are found. Zero: by name (libcuda.so.1 / nvcuda.dll; libnvrtc.so.13, .12,
-// .11.2, .so, and nvrtc64_*.dll). A handle wins over a path, a path over names.
+// Keeps compiled images from one process to the next, under keys: text of letters, digits, '_' and
+// '-' that can name a file. A key is a hash of the device source, the compiler's options,
+// its version and this header's, after the architecture and the variant in clear. Called by
+// kmla_gpu_compile and kmla_gpu_prepare on their threads, so by several at once if they are.
+// Nothing is taken on trust: what load gives is checked as any image is, and whatever is wrong with
+// it, or whatever the driver refuses, is compiled and stored again.
+#define KMLA_CACHE_KEY_BYTES 48 // room that holds every key, the final 0 included
+typedef struct kmla_cache {
+    // Returns the bytes of a key's entry, 0 if there is none, and copies them if room suffices.
+    size_t (*load)(void* user, const char* key, void* data, size_t room);
+    // Puts an entry in the place of an older one. If it fails, the next load finds none.
+    void (*store)(void* user, const char* key, const void* data, size_t bytes);
+    void* user;
+} kmla_cache;
+
+// How the libraries are found. A handle wins over a path, a path over the search:
+//   libcuda  libcuda.so.1 / nvcuda.dll, by the loader.
+//   NVRTC    libnvrtc.so.13, .12, .11.2, .so / nvrtc64_130_0.dll, ...: one that the process has
+//            loaded already; else by the loader; else in lib64 and lib (Windows: bin\x64 and bin)
+//            of CUDA_PATH, CUDA_HOME and /usr/local/cuda, toolkits and pip wheels alike. Releases
+//            newer than the driver come last.
 typedef struct kmla_gpu_desc {
     void* cuda_handle;        // of dlopen or LoadLibrary; stays the caller's
     const char* cuda_path;
@@ -508,11 +528,28 @@ typedef struct kmla_gpu_desc {
     int32_t without_nvrtc;    // 1: images come from the caller; NVRTC is not looked for
     int32_t without_cuda;     // 1: for compiling only, libcuda is not looked for; every other
                               // call on the object returns LIBRARY
+    kmla_cache cache;         // of what is compiled [none]; kmla_cache_files makes one
 } kmla_gpu_desc;
 
-// Finds the libraries and their functions. NVRTC is looked for at the first compile. Creates no
-// context, prints nothing, unloads nothing. desc may be NULL. Not for use during capture.
-// Errors: LIBRARY (lists every name tried), SYMBOL, CUDA, MEMORY.
+#ifndef KIMI_MLA_NO_FILES
+// A cache of files in a directory, for kmla_gpu_desc.cache. `directory` is not copied and must
+// outlive the objects that are opened with it. Its last folder is made if it is missing, for its
+// owner alone. A folder that exists must be this user's or root's, and nobody else may write to
+// it; one that is read-only is read. (On Windows it has the access rights of its parent.)
+// An entry is written to a file of its own, <key>.<process>.<number>.tmp, brought to disk, and
+// renamed to <key>.kmla. Processes and threads may share a directory. A killed process may leave a
+// *.tmp, which nobody reads. Any other fault of files is a miss, never an error of a later call.
+// Errors: ARGUMENT (the message says what is wrong with the directory); *cache stays as it was.
+// Any thread.
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error);
+#endif
+
+// Finds the libraries and their functions, and that NVRTC has its builtins (by a compile of
+// nothing, which takes some 10 ms). Creates no context, prints nothing, unloads nothing. desc may
+// be NULL. Not for use during capture.
+// Errors: LIBRARY (lists every name tried; a toolkit's stub of libcuda; NVRTC without its
+// builtins), SYMBOL, CUDA, MEMORY.
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error);
 
 // Describes the device of the calling thread's current context. Errors: CONTEXT, CUDA.
@@ -536,9 +573,11 @@ typedef struct kmla_log {
 } kmla_log;
 
 // Compiles the kernels of a plan, or with plan NULL the writers and the combine, for
-// device->compute_major.minor. Needs no GPU and no context. Slow (seconds). Any thread.
-// Errors: ARGUMENT, LIBRARY (also with KIMI_MLA_NO_NVRTC), SYMBOL, ARCHITECTURE (NVRTC does not
-// know the card; the message has NVRTC's version and what it knows), COMPILE, MEMORY.
+// device->compute_major.minor. Needs no GPU and no context. Slow (seconds) unless the cache has
+// it; with a log the cache is not asked, only told. Any thread.
+// Errors: ARGUMENT, LIBRARY (opened without_nvrtc, or KIMI_MLA_NO_NVRTC), ARCHITECTURE (NVRTC
+// does not know the card; the message has NVRTC's version and what it knows), COMPILE (the message
+// has the options), MEMORY.
 KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_log* log,
                                       kmla_image* image, kmla_error* error);
@@ -2941,6 +2980,9 @@ extern "C" {
 #endif
 struct HINSTANCE__; // what windows.h says, so that both may be included
 __declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
+__declspec(dllimport) struct HINSTANCE__* __stdcall GetModuleHandleA(const char* name);
+__declspec(dllimport) int __stdcall MoveFileExA(const char* from, const char* to,
+                                                unsigned long flags);
 #if defined(_WIN64)
 __declspec(dllimport) long long(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
                                                                     const char* name))(void);
@@ -2983,9 +3025,19 @@ typedef struct kmla_i_launch_config {
 #define KMLA_I_FUNCTION_DYNAMIC_SHARED 8
 #define KMLA_I_LAUNCH_PROGRAMMATIC 6     // programmatic stream serialization
 #define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
+#define KMLA_I_RESOURCE_SM 1             // of cuCtxGetDevResource
+#define KMLA_I_STUB_LIBRARY 34
 #define KMLA_I_CAPTURE_IMPLICIT 906
 #define KMLA_I_NVRTC_BUILTINS_FAILED 7
 #define KMLA_I_NVRTC_HOPPER 12000 // the first release that knows sm_90a
+
+// What cuCtxGetDevResource fills.
+typedef struct kmla_i_resource {
+    int32_t type;
+    char padding[92];
+    uint32_t multiprocessors;
+    char room[156]; // 44 of them are in use with CUDA 13
+} kmla_i_resource;
 
 // X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
 #define KMLA_I_CUDA_FUNCTIONS(X)                                                                   \
@@ -2998,6 +3050,8 @@ typedef struct kmla_i_launch_config {
     X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                                \
     X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                 \
     X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                   \
+    X(int, context_resource, "cuCtxGetDevResource", 0,                                             \
+      (void* context, kmla_i_resource* resource, int type))                                        \
     X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))   \
     X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                 \
     X(int, module_unload, "cuModuleUnload", 1, (void* module))                                     \
@@ -3076,9 +3130,9 @@ struct kmla_gpu {
     int32_t driver_version;
     int32_t without_cuda;
     int32_t without_nvrtc;
-    void* nvrtc_handle;
-    char* nvrtc_path; // lies behind the struct, in the same allocation
-    void* context;    // of the first prepare, else NULL
+    kmla_i_nvrtc nvrtc;
+    kmla_cache cache;
+    void* context; // of the first prepare, else NULL
     unsigned long long context_id;
     kmla_device device; // of that context
     kmla_i_support support;
@@ -3109,12 +3163,14 @@ typedef struct kmla_i_text {
 } kmla_i_text;
 
 static void kmla_i_text_add(kmla_i_text* text, const char* more) {
-    for (; *more; ++more, ++text->length) {
-        if (text->length + 1 < text->room) {
-            text->data[text->length] = *more;
-            text->data[text->length + 1] = 0;
-        }
+    const size_t bytes = strlen(more);
+    if (text->length + 1 < text->room) {
+        const size_t room = text->room - text->length - 1;
+        const size_t kept = bytes < room ? bytes : room;
+        memcpy(text->data + text->length, more, kept);
+        text->data[text->length + kept] = 0;
     }
+    text->length += bytes;
 }
 
 // Both strings, one after the other; cut off where the room ends.
@@ -3156,10 +3212,9 @@ static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, cons
 
 #if defined(_WIN32)
 #define KMLA_I_CUDA_NAME "nvcuda.dll"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL }
 
 static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
+static const char* kmla_i_library_fault(void) { return "LoadLibrary failed"; }
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     struct HINSTANCE__* handle = (struct HINSTANCE__*)library;
@@ -3169,10 +3224,14 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 }
 #else
 #define KMLA_I_CUDA_NAME "libcuda.so.1"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so", NULL }
 
 static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
+
+// Why the last kmla_i_library_open failed.
+static const char* kmla_i_library_fault(void) {
+    const char* fault = dlerror();
+    return fault ? fault : "no reason is known";
+}
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     void* symbol = dlsym(library, name); // copied, as C knows no cast to a function pointer
@@ -3188,16 +3247,43 @@ static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
     return kmla_i_fail_library(error, KMLA_ERROR_SYMBOL, library, message);
 }
 
+// A library that cannot be opened by the path that the caller gave.
+static kmla_status kmla_i_fail_path(kmla_error* error, const char* argument, const char* path) {
+    char message[512];
+    snprintf(message, sizeof message, "%s cannot be opened: %s", argument, kmla_i_library_fault());
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, path, message);
+}
+
 #define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                              \
     if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                  \
         return kmla_i_missing_symbol(error, name, symbol);                                         \
     }
 
+// cuInit is once a process, and creates no context.
+static kmla_status kmla_i_cuda_init(const kmla_gpu* gpu, kmla_error* error) {
+    int result = gpu->cuda.init(0);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuInit", result);
+    if (result == KMLA_I_STUB_LIBRARY) {
+        kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, gpu->cuda_library,
+                            "this libcuda is the stub that a CUDA toolkit has for linking, not a "
+                            "driver: a stubs folder is in the loader's search path, or the "
+                            "driver's own libcuda is not");
+        if (error) {
+            error->cuda_result = result;
+        }
+        return KMLA_ERROR_LIBRARY;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
 static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
     kmla_i_cuda* functions = &gpu->cuda;
     char* name = gpu->cuda_library;
     void* library = desc->cuda_handle;
-    int result, version = 0;
+    int version = 0;
     if (library) {
         kmla_i_text_join(name, sizeof gpu->cuda_library, "the caller's CUDA handle", "");
     } else {
@@ -3205,23 +3291,281 @@ static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, km
         kmla_i_text_join(name, sizeof gpu->cuda_library, path, "");
         library = kmla_i_library_open(path);
     }
+    if (!library && desc->cuda_path) {
+        return kmla_i_fail_path(error, "cuda_path", name);
+    }
     if (!library) {
         return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name,
-                                   desc->cuda_path
-                                       ? "cuda_path cannot be opened"
-                                       : "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME);
+                                   "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME
+                                   " in the loader's search path");
     }
     KMLA_I_CUDA_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
     if (functions->driver_version(&version) == 0) {
         gpu->driver_version = version;
     }
-    result = functions->init(0); // once a process; creates no context
-    return result ? kmla_i_fail_cuda(gpu, error, "cuInit", result) : KMLA_OK;
+    return kmla_i_cuda_init(gpu, error);
 }
 
+// -----------------------------------------------------------------------------
+// Libraries: NVRTC
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_NVRTC
+
+// The first line of a log that speaks of an error, else its first line.
+static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
+    const char* start = strstr(log, "error");
+    size_t length;
+    if (!start) {
+        start = log;
+    }
+    while (start > log && start[-1] != '\n') {
+        --start;
+    }
+    length = strcspn(start, "\n");
+    if (length >= room) {
+        length = room - 1;
+    }
+    memcpy(line, start, length);
+    line[length] = 0;
+}
+
+static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                     kmla_status status, int result, const char* message) {
+    kmla_i_fail_library(error, status, nvrtc->library, message);
+    if (error) {
+        error->nvrtc_result = result;
+        error->nvrtc_version = nvrtc->release;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                          kmla_status status, const char* call, int result) {
+    char message[256];
+    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
+             result);
+    return kmla_i_fail_nvrtc(nvrtc, error, status, result, message);
+}
+
+// The names of NVRTC and the first release of CUDA that has them; 0 is any. Newest first.
+typedef struct kmla_i_nvrtc_name {
+    const char* name;
+    int32_t release;
+} kmla_i_nvrtc_name;
+
+static const kmla_i_nvrtc_name kmla_i_nvrtc_names[] = {
+#if defined(_WIN32)
+    {"nvrtc64_130_0.dll", 13000}, {"nvrtc64_120_0.dll", 12000}, {"nvrtc64_112_0.dll", 11020}
+#else
+    {"libnvrtc.so.13", 13000},   {"libnvrtc.so.12", 12000},
+    {"libnvrtc.so.11.2", 11020}, {"libnvrtc.so", 0},
+#endif
+};
+
+// Where NVRTC is looked for after the loader's own folders: below these roots.
+typedef struct kmla_i_nvrtc_place {
+    const char* variable; // of the environment, NULL: below is the whole path
+    const char* below;
+} kmla_i_nvrtc_place;
+
+static const kmla_i_nvrtc_place kmla_i_nvrtc_places[] = {
+#if defined(_WIN32)
+    {"CUDA_PATH", "\\bin\\x64\\"}, {"CUDA_PATH", "\\bin\\"},
+    {"CUDA_HOME", "\\bin\\x64\\"}, {"CUDA_HOME", "\\bin\\"},
+#else
+    {"CUDA_PATH", "/lib64/"}, {"CUDA_PATH", "/lib/"}, // lib64: toolkits; lib: pip wheels
+    {"CUDA_HOME", "/lib64/"}, {"CUDA_HOME", "/lib/"},
+    {NULL, "/usr/local/cuda/lib64/"},
+#endif
+};
+
+#define KMLA_I_FOLDER_BYTES 1000
+
+// The folder of a place with its last slash, "" if its variable is not set or far too long.
+static void kmla_i_nvrtc_folder(const kmla_i_nvrtc_place* place, char* folder) {
+    const char* root = place->variable ? getenv(place->variable) : "";
+    folder[0] = 0;
+    if (root && (root[0] || !place->variable) &&
+        strlen(root) + strlen(place->below) < KMLA_I_FOLDER_BYTES) {
+        kmla_i_text_join(folder, KMLA_I_FOLDER_BYTES, root, place->below);
+    }
+}
+
+// Opens the first of NVRTC's names in a folder ("" is the loader's own). `newer` 0 takes releases
+// that the driver's CUDA has too (all, if that is not known), 1 the others.
+static void* kmla_i_nvrtc_open_in(const char* folder, int newer, int32_t driver_version,
+                                  char* name, size_t room) {
+    char path[KMLA_I_FOLDER_BYTES + 24]; // the longest name has 17
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        int is_newer = driver_version && kmla_i_nvrtc_names[i].release > driver_version;
+        if (is_newer == newer) {
+            kmla_i_text_join(path, sizeof path, folder, kmla_i_nvrtc_names[i].name);
+            kmla_i_text_join(name, room, path, "");
+            library = kmla_i_library_open(path);
+        }
+    }
+    return library;
+}
+
+// A library that the process has, from wherever it came.
+static void* kmla_i_library_loaded(const char* name) {
+#if defined(_WIN32)
+    return (void*)GetModuleHandleA(name);
+#elif defined(RTLD_NOLOAD)
+    return dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+#else
+    (void)name;
+    return NULL;
+#endif
+}
+
+static void* kmla_i_nvrtc_loaded(char* name, size_t room) {
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        kmla_i_text_join(name, room, kmla_i_nvrtc_names[i].name, "");
+        library = kmla_i_library_loaded(name);
+    }
+    return library;
+}
+
+static void* kmla_i_nvrtc_search(int32_t driver_version, char* name, size_t room) {
+    void* library = kmla_i_nvrtc_loaded(name, room);
+    int newer;
+    int32_t i;
+    for (newer = 0; newer < 2 && !library; ++newer) {
+        library = kmla_i_nvrtc_open_in("", newer, driver_version, name, room);
+        for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places) && !library; ++i) {
+            char folder[KMLA_I_FOLDER_BYTES];
+            kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+            if (folder[0]) {
+                library = kmla_i_nvrtc_open_in(folder, newer, driver_version, name, room);
+            }
+        }
+    }
+    return library;
+}
+
+// Every name and every folder that kmla_i_nvrtc_search tries.
+static kmla_status kmla_i_nvrtc_not_found(kmla_error* error) {
+    char message[sizeof error->message] = "";
+    kmla_i_text text = {message, sizeof message, 0};
+    int32_t i;
+    kmla_i_text_add(&text, "NVRTC was not found; tried");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names); ++i) {
+        kmla_i_text_add(&text, i ? ", " : " ");
+        kmla_i_text_add(&text, kmla_i_nvrtc_names[i].name);
+    }
+    kmla_i_text_add(&text, " in the loader's search path");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places); ++i) {
+        char folder[KMLA_I_FOLDER_BYTES];
+        kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+        if (folder[0]) {
+            kmla_i_text_add(&text, ", ");
+            kmla_i_text_add(&text, folder);
+        }
+    }
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
+}
+
+// Gives the log to the caller, and a refusal's first line to the error.
+static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
+                                     const char* options, const kmla_log* log,
+                                     kmla_error* error) {
+    size_t bytes = 0;
+    char* text = NULL;
+    char line[320];
+    char message[sizeof error->message];
+    const char* call = "nvrtcGetProgramLogSize";
+    int result = nvrtc->log_bytes(program, &bytes);
+    if (result == 0 && bytes > 1) {
+        text = (char*)KMLA_MALLOC(bytes);
+        if (!text) {
+            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
+        }
+        call = "nvrtcGetProgramLog";
+        result = nvrtc->log(program, text);
+    }
+    if (result == 0 && text && log && log->write) {
+        log->write(log->user, text);
+    }
+    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
+    KMLA_FREE(text);
+    if (compile_result == 0) {
+        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, call, result)
+                      : KMLA_OK;
+    }
+    snprintf(message, sizeof message, "nvrtcCompileProgram of NVRTC %d.%d failed: %s: %s%s%s",
+             nvrtc->release / 1000, nvrtc->release % 1000 / 10,
+             nvrtc->error_string(compile_result), line, options[0] ? "; options " : "", options);
+    return kmla_i_fail_nvrtc(nvrtc, error,
+                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
+                                                                            : KMLA_ERROR_COMPILE,
+                             compile_result, message);
+}
+
+// NVRTC looks for its second library, the builtins, when it first compiles. A text that it must
+// refuse has it do so now.
+static kmla_status kmla_i_check_builtins(const kmla_i_nvrtc* nvrtc, kmla_error* error) {
+    void* program = NULL;
+    kmla_status status = KMLA_OK;
+    int result = nvrtc->create(&program, "#error", "builtins.cu", 0, NULL, NULL);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_LIBRARY, "nvrtcCreateProgram",
+                                      result);
+    }
+    result = nvrtc->compile(program, 0, NULL);
+    if (result == KMLA_I_NVRTC_BUILTINS_FAILED) {
+        status = kmla_i_report_log(nvrtc, program, result, "", NULL, error);
+    }
+    nvrtc->destroy(&program);
+    return status;
+}
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    kmla_i_nvrtc* functions = &gpu->nvrtc;
+    char* name = functions->library;
+    int major = 0, minor = 0, result;
+    void* library = desc->nvrtc_handle;
+    if (library) {
+        kmla_i_text_join(name, sizeof functions->library, "the caller's NVRTC handle", "");
+    } else if (desc->nvrtc_path) {
+        kmla_i_text_join(name, sizeof functions->library, desc->nvrtc_path, "");
+        library = kmla_i_library_open(desc->nvrtc_path);
+    } else {
+        library =
+            kmla_i_nvrtc_search(gpu->driver_version, name, sizeof functions->library);
+    }
+    if (!library) {
+        return desc->nvrtc_path ? kmla_i_fail_path(error, "nvrtc_path", name)
+                                : kmla_i_nvrtc_not_found(error);
+    }
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    result = functions->version(&major, &minor);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(functions, error, KMLA_ERROR_LIBRARY, "nvrtcVersion", result);
+    }
+    functions->release = major * 1000 + minor * 10;
+    return kmla_i_check_builtins(functions, error);
+}
+
+#else // KIMI_MLA_NO_NVRTC
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    (void)desc, (void)gpu, (void)error;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_NVRTC
+
+// -----------------------------------------------------------------------------
+// Open
+// -----------------------------------------------------------------------------
+
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error) {
-    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0};
-    size_t path_bytes;
+    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0, {NULL, NULL, NULL}};
     kmla_gpu* opened;
     kmla_status status = KMLA_OK;
     if (!gpu) {
@@ -3230,21 +3574,22 @@ KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, km
     if (!desc) {
         desc = &defaults;
     }
-    path_bytes = desc->nvrtc_path ? strlen(desc->nvrtc_path) + 1 : 0;
-    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened + path_bytes);
+    if (!desc->cache.load != !desc->cache.store) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "cache.load and cache.store go together");
+    }
+    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened);
     if (!opened) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the GPU object");
     }
     memset(opened, 0, sizeof *opened);
     opened->without_cuda = desc->without_cuda;
     opened->without_nvrtc = desc->without_nvrtc;
-    opened->nvrtc_handle = desc->nvrtc_handle;
-    if (desc->nvrtc_path) {
-        opened->nvrtc_path = (char*)(opened + 1);
-        memcpy(opened->nvrtc_path, desc->nvrtc_path, path_bytes);
-    }
+    opened->cache = desc->cache;
     if (!desc->without_cuda) {
         status = kmla_i_cuda_open(desc, opened, error);
+    }
+    if (status == KMLA_OK && !desc->without_nvrtc) {
+        status = kmla_i_nvrtc_open(desc, opened, error);
     }
     if (status != KMLA_OK) {
         KMLA_FREE(opened);
@@ -3282,8 +3627,19 @@ static kmla_status kmla_i_current_context(const kmla_gpu* gpu, void** context, k
     return KMLA_OK;
 }
 
-static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* device,
-                                            kmla_error* error) {
+// A green context has some of the card's SMs. If the driver does not say, the card's count stays.
+static void kmla_i_count_multiprocessors(const kmla_gpu* gpu, void* context, int32_t* count) {
+    kmla_i_resource resource;
+    memset(&resource, 0, sizeof resource);
+    if (gpu->cuda.context_resource && // else the driver is older than 12.4: no green contexts
+        gpu->cuda.context_resource(context, &resource, KMLA_I_RESOURCE_SM) == 0 &&
+        resource.multiprocessors > 0) {
+        *count = (int32_t)resource.multiprocessors;
+    }
+}
+
+static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, void* context,
+                                            kmla_device* device, kmla_error* error) {
     static const int attributes[] = {KMLA_I_DEVICE_COMPUTE_MAJOR, KMLA_I_DEVICE_COMPUTE_MINOR,
                                      KMLA_I_DEVICE_MULTIPROCESSORS, KMLA_I_DEVICE_SHARED_BYTES,
                                      KMLA_I_DEVICE_SHARED_BYTES_SM}; // in kmla_device's order
@@ -3302,6 +3658,7 @@ static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* de
     device->compute_major = values[0];
     device->compute_minor = values[1];
     device->multiprocessors = values[2];
+    kmla_i_count_multiprocessors(gpu, context, &device->multiprocessors);
     device->shared_bytes = values[3];
     device->shared_bytes_sm = values[4];
     return KMLA_OK;
@@ -3314,7 +3671,7 @@ KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_er
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "device is NULL");
     }
     status = kmla_i_current_context(gpu, &context, error);
-    return status == KMLA_OK ? kmla_i_device_of_context(gpu, device, error) : status;
+    return status == KMLA_OK ? kmla_i_device_of_context(gpu, context, device, error) : status;
 }
 
 // -----------------------------------------------------------------------------
@@ -3536,134 +3893,9 @@ static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* 
 }
 
 // -----------------------------------------------------------------------------
-// NVRTC: find it, give it the device source, take its CUBIN
+// Compile: give NVRTC the device source, take its CUBIN
 // -----------------------------------------------------------------------------
 #ifndef KIMI_MLA_NO_NVRTC
-
-// The first line of a log that speaks of an error, else its first line.
-static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
-    const char* start = strstr(log, "error");
-    size_t length;
-    if (!start) {
-        start = log;
-    }
-    while (start > log && start[-1] != '\n') {
-        --start;
-    }
-    length = strcspn(start, "\n");
-    if (length >= room) {
-        length = room - 1;
-    }
-    memcpy(line, start, length);
-    line[length] = 0;
-}
-
-static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                     kmla_status status, int result, const char* message) {
-    kmla_i_fail_library(error, status, nvrtc->library, message);
-    if (error) {
-        error->nvrtc_result = result;
-        error->nvrtc_version = nvrtc->release;
-    }
-    return status;
-}
-
-static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                          const char* call, int result) {
-    char message[256];
-    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
-             result);
-    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
-}
-
-// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
-#define KMLA_I_NVRTC_FOLDER_COUNT 3
-static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
-#if defined(_WIN32)
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
-    const char* root = getenv(variables[index]);
-#else
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
-    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
-#endif
-    folder[0] = 0;
-    if (root && root[0]) {
-        kmla_i_text_join(folder, room, root, below[index]);
-    }
-}
-
-// Opens a handle, else a path, else the names. Writes what it was opened by.
-static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
-    static const char* const names[] = KMLA_I_NVRTC_NAMES;
-    char message[sizeof error->message];
-    kmla_i_text text = {message, sizeof message, 0};
-    int folder, i;
-    void* library;
-    if (gpu->nvrtc_handle) {
-        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
-        return gpu->nvrtc_handle;
-    }
-    if (gpu->nvrtc_path) {
-        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
-        library = kmla_i_library_open(gpu->nvrtc_path);
-        if (!library) {
-            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
-        }
-        return library;
-    }
-    message[0] = 0;
-    kmla_i_text_add(&text, "NVRTC was not found; tried");
-    for (i = 0; names[i]; ++i) {
-        kmla_i_text_add(&text, i ? ", " : " ");
-        kmla_i_text_add(&text, names[i]);
-    }
-    kmla_i_text_add(&text, " in the loader's search path");
-    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
-        char path[256] = "";
-        if (folder >= 0) {
-            kmla_i_nvrtc_folder(folder, path, sizeof path);
-            if (!path[0]) {
-                continue;
-            }
-            kmla_i_text_add(&text, ", ");
-            kmla_i_text_add(&text, path);
-        }
-        for (i = 0; names[i]; ++i) {
-            kmla_i_text_join(name, room, path, names[i]);
-            library = kmla_i_library_open(name);
-            if (library) {
-                return library;
-            }
-        }
-    }
-    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
-    return NULL;
-}
-
-// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
-static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
-                                     kmla_error* error) {
-    char* name = functions->library;
-    int major = 0, minor = 0, result;
-    void* library;
-    if (gpu->without_nvrtc) {
-        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
-                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
-    }
-    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
-    if (!library) {
-        return KMLA_ERROR_LIBRARY;
-    }
-    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
-    result = functions->version(&major, &minor);
-    functions->release = major * 1000 + minor * 10;
-    if (result != 0) {
-        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
-    }
-    return KMLA_OK;
-}
 
 // Facts, the first file (it has the integer types), the argument structs, all other files.
 static void kmla_i_add_device_source(kmla_i_text* text) {
@@ -3718,11 +3950,14 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
     char message[sizeof error->message];
     kmla_i_text text = {message, sizeof message, 0};
     int result = nvrtc->architecture_count(&count);
-    if (result == 0 && count <= (int)(sizeof known / sizeof known[0])) {
-        result = nvrtc->architectures(known);
+    if (result != 0 || count > KMLA_I_COUNT(known)) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE,
+                                      "nvrtcGetNumSupportedArchs", result);
     }
+    result = nvrtc->architectures(known);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetSupportedArchs", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetSupportedArchs",
+                                      result);
     }
     if (kmla_i_architecture_suffix(plan) && nvrtc->release < KMLA_I_NVRTC_HOPPER) {
         snprintf(message, sizeof message,
@@ -3745,38 +3980,6 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
         kmla_i_text_add(&text, name);
     }
     return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_ARCHITECTURE, 0, message);
-}
-
-// Gives the log to the caller, and a refusal's first line to the error.
-static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
-                                     const kmla_log* log, kmla_error* error) {
-    size_t bytes = 0;
-    char* text = NULL;
-    char line[512];
-    char message[sizeof error->message];
-    int result = nvrtc->log_bytes(program, &bytes);
-    if (result == 0 && bytes > 1) {
-        text = (char*)KMLA_MALLOC(bytes);
-        if (!text) {
-            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
-        }
-        result = nvrtc->log(program, text);
-    }
-    if (result == 0 && text && log && log->write) {
-        log->write(log->user, text);
-    }
-    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
-    KMLA_FREE(text);
-    if (compile_result == 0) {
-        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetProgramLog", result)
-                      : KMLA_OK;
-    }
-    snprintf(message, sizeof message, "nvrtcCompileProgram failed: %s: %s",
-             nvrtc->error_string(compile_result), line);
-    return kmla_i_fail_nvrtc(nvrtc, error,
-                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
-                                                                            : KMLA_ERROR_COMPILE,
-                             compile_result, message);
 }
 
 static void kmla_i_write_little(unsigned char** to, uint64_t value, int bytes) {
@@ -3811,7 +4014,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     unsigned char* data;
     int result = nvrtc->cubin_bytes(program, &bytes);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBINSize", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBINSize",
+                                      result);
     }
     data = (unsigned char*)KMLA_MALLOC(KMLA_I_IMAGE_HEAD_BYTES + bytes);
     if (!data) {
@@ -3820,7 +4024,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     result = nvrtc->cubin(program, (char*)data + KMLA_I_IMAGE_HEAD_BYTES);
     if (result != 0) {
         KMLA_FREE(data);
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBIN", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBIN",
+                                      result);
     }
     head.cubin_bytes = bytes;
     kmla_i_write_image_head(&head, data, KMLA_I_IMAGE_HEAD_BYTES + bytes);
@@ -3832,46 +4037,73 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     return KMLA_OK;
 }
 
-// Compiles source text for one architecture. The options are the whole difference of variants.
-static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
-                                       const kmla_plan* plan, const kmla_device* device,
-                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
-    char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
-    const char* options[12];
-    int hopper = plan && plan->reader == KMLA_READER_HOPPER;
-    int count = 0, result;
-    void* program = NULL;
-    kmla_status status;
+// What a compile is told. The options are the whole difference of variants.
+typedef struct kmla_i_options {
+    char text[10][48];
+    const char* list[11]; // of text; one more for what only changes the log
+    int count;
+} kmla_i_options;
+
+static void kmla_i_add_option(kmla_i_options* options, const char* text) {
+    char* kept = options->text[options->count];
+    kmla_i_text_join(kept, sizeof options->text[0], text, "");
+    options->list[options->count++] = kept;
+}
+
+static void kmla_i_add_define(kmla_i_options* options, const char* name, int32_t value) {
+    char text[48];
+    snprintf(text, sizeof text, "-D%s=%d", name, (int)value);
+    kmla_i_add_option(options, text);
+}
+
+static void kmla_i_compile_options(const kmla_plan* plan, const kmla_device* device,
+                                   kmla_i_options* options) {
+    char architecture[48];
+    options->count = 0;
     snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d%s",
              (int)device->compute_major, (int)device->compute_minor,
              kmla_i_architecture_suffix(plan) ? "a" : "");
-    options[count++] = architecture;
-    options[count++] = "--std=c++17";
-    options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
-    if (log) {
-        options[count++] = "--ptxas-options=-v"; // registers, spills and shared memory
-    }
+    kmla_i_add_option(options, architecture);
+    kmla_i_add_option(options, "--std=c++17");
+    // Else what is fused, and so bits, would vary with the tile.
+    kmla_i_add_option(options, "--fmad=false");
     if (plan) {
-        snprintf(kv_format, sizeof kv_format, "-DKMLA_KV_FORMAT=%d", (int)plan->shape.kv_format);
-        snprintf(tile, sizeof tile, "-DKMLA_TILE=%d", (int)plan->tile);
-        snprintf(resident, sizeof resident, "-DKMLA_RESIDENT=%d", (int)plan->resident);
-        snprintf(stages, sizeof stages, "-DKMLA_STAGES=%d", (int)plan->stages);
-        snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
-        if (hopper) {
-            options[count++] = "-DKMLA_HOPPER";
+        if (plan->reader == KMLA_READER_HOPPER) {
+            kmla_i_add_option(options, "-DKMLA_HOPPER");
         }
-        options[count++] = kv_format;
-        options[count++] = tile;
-        options[count++] = resident;
-        options[count++] = stages;
-        options[count++] = shared;
+        kmla_i_add_define(options, "KMLA_KV_FORMAT", plan->shape.kv_format);
+        kmla_i_add_define(options, "KMLA_TILE", plan->tile);
+        kmla_i_add_define(options, "KMLA_RESIDENT", plan->resident);
+        kmla_i_add_define(options, "KMLA_STAGES", plan->stages);
+        kmla_i_add_define(options, "KMLA_SHARED_BYTES", plan->shared_bytes);
+    }
+}
+
+// Compiles source text for one architecture.
+static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
+                                       const kmla_plan* plan, const kmla_device* device,
+                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
+    kmla_i_options options;
+    char said[sizeof options.text] = "";
+    kmla_i_text text = {said, sizeof said, 0};
+    void* program = NULL;
+    kmla_status status;
+    int result, i;
+    kmla_i_compile_options(plan, device, &options);
+    if (log) {
+        options.list[options.count++] = "--ptxas-options=-v"; // registers, spills, shared memory
+    }
+    for (i = 0; i < options.count; ++i) {
+        kmla_i_text_add(&text, i ? " " : "");
+        kmla_i_text_add(&text, options.list[i]);
     }
     result = nvrtc->create(&program, source, "kimi_mla.cu", 0, NULL, NULL);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcCreateProgram", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcCreateProgram",
+                                      result);
     }
-    result = nvrtc->compile(program, count, options);
-    status = kmla_i_report_log(nvrtc, program, result, log, error);
+    result = nvrtc->compile(program, options.count, options.list);
+    status = kmla_i_report_log(nvrtc, program, result, said, log, error);
     if (status == KMLA_OK) {
         status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);
     }
@@ -3891,30 +4123,12 @@ static kmla_status kmla_i_check_reader_runs(const kmla_plan* plan, const kmla_de
     return KMLA_OK;
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    kmla_i_nvrtc nvrtc;
-    kmla_image made;
-    kmla_status status;
+static kmla_status kmla_i_compile(const kmla_gpu* gpu, const kmla_plan* plan,
+                                  const kmla_device* device, const kmla_log* log,
+                                  kmla_image* image, kmla_error* error) {
     size_t source_bytes = 0;
     char* source;
-    if (!gpu || !device || !image) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
-                           !gpu      ? "gpu"
-                           : !device ? "device"
-                                     : "image");
-    }
-    status = kmla_i_check_plan_or_null(plan, error);
-    if (status == KMLA_OK) {
-        status = kmla_i_check_reader_runs(plan, device, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_check_architecture(&nvrtc, plan, device, error);
-    }
+    kmla_status status = kmla_i_check_architecture(&gpu->nvrtc, plan, device, error);
     if (status != KMLA_OK) {
         return status;
     }
@@ -3923,14 +4137,86 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
     if (!source) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the device source");
     }
-    memset(&made, 0, sizeof made);
     status = kmla_device_source(source, &source_bytes, error);
     if (status == KMLA_OK) {
-        status = kmla_i_compile_text(&nvrtc, source, plan, device, log, &made, error);
+        status = kmla_i_compile_text(&gpu->nvrtc, source, plan, device, log, image, error);
     }
     KMLA_FREE(source);
-    if (status == KMLA_OK) {
-        *image = made;
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of images: the caller's two functions, or the files further down
+// -----------------------------------------------------------------------------
+
+#define KMLA_I_MOST_IMAGE_BYTES ((size_t)1 << 28) // more is no image but a fault
+
+// What decides about an image's bytes, hashed: version, source, NVRTC, and the options with the
+// architecture. Architecture and variant come first in clear, for who looks at a list of keys.
+static void kmla_i_cache_key(const kmla_i_image_head* head, int32_t nvrtc_release,
+                             const kmla_i_options* options, char* key) {
+    char facts[64];
+    uint64_t hash;
+    int i;
+    snprintf(facts, sizeof facts, "%d %016llx %d", (int)head->version,
+             (unsigned long long)head->source_hash, (int)nvrtc_release);
+    hash = kmla_i_hash(KMLA_I_HASH_START, facts, strlen(facts) + 1);
+    for (i = 0; i < options->count; ++i) { // each with its final 0
+        hash = kmla_i_hash(hash, options->list[i], strlen(options->list[i]) + 1);
+    }
+    snprintf(key, KMLA_CACHE_KEY_BYTES, "sm_%d%d%s-%d-%016llx", (int)head->compute_major,
+             (int)head->compute_minor, head->suffix ? "a" : "", (int)head->variant,
+             (unsigned long long)hash);
+}
+
+// 1 and an image of the plan for this device, or 0: nothing is there, or nothing that is right.
+static int kmla_i_cache_load(const kmla_cache* cache, const char* key, const kmla_plan* plan,
+                             const kmla_device* device, kmla_image* image) {
+    size_t bytes = cache->load ? cache->load(cache->user, key, NULL, 0) : 0;
+    kmla_image loaded;
+    memset(&loaded, 0, sizeof loaded);
+    if (bytes == 0 || bytes > KMLA_I_MOST_IMAGE_BYTES) {
+        return 0;
+    }
+    loaded.data = KMLA_MALLOC(bytes);
+    loaded.bytes = bytes;
+    if (!loaded.data || cache->load(cache->user, key, loaded.data, bytes) != bytes ||
+        kmla_i_check_image(&loaded, plan, device, NULL) != KMLA_OK) {
+        kmla_image_free(&loaded);
+        return 0;
+    }
+    kmla_image_open(loaded.data, bytes, image, NULL);
+    image->borrowed = 0;
+    return 1;
+}
+
+// Takes an image from the cache if it may and can, else compiles it and has the cache keep it.
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    kmla_status status = kmla_i_check_reader_runs(plan, device, error);
+    char key[KMLA_CACHE_KEY_BYTES];
+    *loaded = 0;
+    if (status == KMLA_OK && gpu->without_nvrtc) {
+        status = kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                             "NVRTC is needed to compile, but the object was opened "
+                             "without_nvrtc");
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (gpu->cache.load) {
+        const kmla_i_image_head head = kmla_i_image_head_of(plan, device);
+        kmla_i_options options;
+        kmla_i_compile_options(plan, device, &options);
+        kmla_i_cache_key(&head, gpu->nvrtc.release, &options, key);
+        *loaded = may_load && kmla_i_cache_load(&gpu->cache, key, plan, device, image);
+    }
+    if (!*loaded) {
+        status = kmla_i_compile(gpu, plan, device, log, image, error);
+        if (status == KMLA_OK && gpu->cache.store) {
+            gpu->cache.store(gpu->cache.user, key, image->data, image->bytes);
+        }
     }
     return status;
 }
@@ -3943,16 +4229,215 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
                        "the device source was left out by KIMI_MLA_NO_NVRTC");
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    (void)gpu, (void)plan, (void)device, (void)log, (void)image;
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    (void)gpu, (void)plan, (void)device, (void)log, (void)may_load, (void)image;
+    *loaded = 0;
     return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
                        "compiling was left out by KIMI_MLA_NO_NVRTC: kmla_gpu_prepare needs images "
                        "that tools/kmla made");
 }
 
 #endif // KIMI_MLA_NO_NVRTC
+
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error) {
+    kmla_image made;
+    kmla_status status;
+    int loaded;
+    if (!gpu || !device || !image) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           !gpu      ? "gpu"
+                           : !device ? "device"
+                                     : "image");
+    }
+    memset(&made, 0, sizeof made);
+    status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_make_image(gpu, plan, device, log, !log, &made, &loaded, error);
+    }
+    if (status == KMLA_OK) {
+        *image = made;
+    }
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of files
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_FILES
+
+// The few calls that systems name differently. A file is its number, -1 is none.
+#include <fcntl.h>
+#include <sys/stat.h>
+#if defined(_WIN32)
+#include <direct.h>
+#include <io.h>
+#include <process.h>
+
+#define KMLA_I_FILE_READ (_O_RDONLY | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_CREATE (_O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_MODE (_S_IREAD | _S_IWRITE)
+#define KMLA_I_IS_FILE(mode) (((mode) & _S_IFMT) == _S_IFREG)
+#define KMLA_I_IS_FOLDER(mode) (((mode) & _S_IFMT) == _S_IFDIR)
+#define KMLA_I_COUNT_TYPE unsigned int // of read and write
+#define kmla_i_open _open
+#define kmla_i_read _read
+#define kmla_i_write _write
+#define kmla_i_close _close
+#define kmla_i_process _getpid
+
+static void kmla_i_make_folder(const char* path) { (void)_mkdir(path); }
+static int kmla_i_to_disk(int file) { return _commit(file) == 0; }
+static int kmla_i_replace(const char* from, const char* to) {
+    return MoveFileExA(from, to, 1) != 0; // 1: in the place of an older one
+}
+static int kmla_i_others_may_write(const struct stat* folder) {
+    (void)folder; // access lists say who may write, not these bits
+    return 0;
+}
+#else
+#include <unistd.h>
+
+#ifdef O_CLOEXEC // not in strict C99
+#define KMLA_I_FILE_FLAGS O_CLOEXEC
+#else
+#define KMLA_I_FILE_FLAGS 0
+#endif
+#define KMLA_I_FILE_READ (O_RDONLY | O_NONBLOCK | KMLA_I_FILE_FLAGS) // not to wait for a pipe
+#define KMLA_I_FILE_CREATE (O_WRONLY | O_CREAT | O_EXCL | O_SYNC | KMLA_I_FILE_FLAGS)
+#define KMLA_I_FILE_MODE 0600
+#define KMLA_I_IS_FILE(mode) S_ISREG(mode)
+#define KMLA_I_IS_FOLDER(mode) S_ISDIR(mode)
+#define KMLA_I_COUNT_TYPE size_t
+#define kmla_i_open open
+#define kmla_i_read read
+#define kmla_i_write write
+#define kmla_i_close close
+#define kmla_i_process getpid
+
+static void kmla_i_make_folder(const char* path) { (void)mkdir(path, 0700); }
+static int kmla_i_to_disk(int file) {
+    (void)file; // every write was followed by fsync: O_SYNC, as strict C99 has no fsync
+    return 1;
+}
+static int kmla_i_replace(const char* from, const char* to) { return rename(from, to) == 0; }
+static int kmla_i_others_may_write(const struct stat* folder) {
+    return (folder->st_uid != geteuid() && folder->st_uid != 0) || (folder->st_mode & 022) != 0;
+}
+#endif
+
+#define KMLA_I_PATH_BYTES 1024
+#define KMLA_I_FILE_ENDING_BYTES 48 // ".<process>.<number>.tmp" is shorter
+#define KMLA_I_FILE_NAMES 64        // so many threads of a process may write one entry
+
+static void kmla_i_file_path(const char* directory, const char* key, const char* ending,
+                             char* path) {
+    snprintf(path, KMLA_I_PATH_BYTES, "%s/%s%s", directory, key, ending);
+}
+
+static int kmla_i_file_take(int file, void* data, size_t bytes) {
+    char* to = (char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_read(file, to, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        to += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static int kmla_i_file_put(int file, const void* data, size_t bytes) {
+    const char* from = (const char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_write(file, from, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        from += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static size_t kmla_i_files_load(void* user, const char* key, void* data, size_t room) {
+    char path[KMLA_I_PATH_BYTES];
+    struct stat facts;
+    size_t bytes = 0;
+    int file;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    file = kmla_i_open(path, KMLA_I_FILE_READ);
+    if (file < 0) {
+        return 0;
+    }
+    if (fstat(file, &facts) == 0 && KMLA_I_IS_FILE(facts.st_mode) && facts.st_size > 0) {
+        bytes = (size_t)facts.st_size;
+    }
+    if (data && bytes <= room && !kmla_i_file_take(file, data, bytes)) {
+        bytes = 0;
+    }
+    kmla_i_close(file);
+    return bytes;
+}
+
+// Nobody sees half an entry: it is written under a name of its own and renamed when it is on disk.
+static void kmla_i_files_store(void* user, const char* key, const void* data, size_t bytes) {
+    char path[KMLA_I_PATH_BYTES], temporary[KMLA_I_PATH_BYTES], ending[KMLA_I_FILE_ENDING_BYTES];
+    int file = -1, number, whole;
+    for (number = 0; file < 0 && number < KMLA_I_FILE_NAMES; ++number) {
+        snprintf(ending, sizeof ending, ".%ld.%d.tmp", (long)kmla_i_process(), number);
+        kmla_i_file_path((const char*)user, key, ending, temporary);
+        file = kmla_i_open(temporary, KMLA_I_FILE_CREATE, KMLA_I_FILE_MODE);
+    }
+    if (file < 0) {
+        return;
+    }
+    whole = kmla_i_file_put(file, data, bytes) && kmla_i_to_disk(file);
+    whole = kmla_i_close(file) == 0 && whole;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    if (!whole || !kmla_i_replace(temporary, path)) {
+        remove(temporary);
+    }
+}
+
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error) {
+    const size_t most = KMLA_I_PATH_BYTES - KMLA_CACHE_KEY_BYTES - KMLA_I_FILE_ENDING_BYTES;
+    struct stat facts;
+    if (!directory || !cache) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           directory ? "cache" : "directory");
+    }
+    if (!directory[0] || strlen(directory) > most) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory has %llu bytes; a cache takes 1 to %llu",
+                           (unsigned long long)strlen(directory), (unsigned long long)most);
+    }
+    kmla_i_make_folder(directory); // if it cannot, the next line finds nothing
+    if (stat(directory, &facts) != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s does not exist and cannot be made", directory);
+    }
+    if (!KMLA_I_IS_FOLDER(facts.st_mode)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "directory %s is none", directory);
+    }
+    if (kmla_i_others_may_write(&facts)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s is another user's or may be written by others, who could "
+                           "put kernels there",
+                           directory);
+    }
+    cache->load = kmla_i_files_load;
+    cache->store = kmla_i_files_store;
+    cache->user = (void*)directory;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_FILES
 
 // -----------------------------------------------------------------------------
 // Prepare and close
@@ -3983,7 +4468,9 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
         result = gpu->cuda.function_attribute(&registers, KMLA_I_FUNCTION_REGISTERS, *function);
     }
     if (result != 0) {
-        return kmla_i_fail_cuda(gpu, error, "cuFuncLoad", result);
+        return kmla_i_fail_cuda(gpu, error,
+                                gpu->cuda.function_load ? "cuFuncLoad" : "cuFuncGetAttribute",
+                                result);
     }
     if (shared_bytes > 0) {
         result = gpu->cuda.function_set(*function, KMLA_I_FUNCTION_DYNAMIC_SHARED, shared_bytes);
@@ -3994,28 +4481,54 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
     return KMLA_OK;
 }
 
-// Loads the image, or the one that it compiles if there is none.
-static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_image* image,
-                                      void** module, kmla_error* error) {
+// A module, not a cuLibrary: an object belongs to one context anyway, and the kernels of a library
+// would be loaded into it by their first launch, which may be in a capture.
+static kmla_status kmla_i_load_image(const kmla_gpu* gpu, const kmla_image* image, void** module,
+                                     kmla_error* error) {
+    int result = gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
+    if (error && gpu->nvrtc.release / 1000 > gpu->driver_version / 1000 && gpu->driver_version) {
+        kmla_i_text text = {error->message, sizeof error->message, strlen(error->message)};
+        kmla_i_text_add(&text, "; NVRTC is of a later CUDA than the driver");
+    }
+    if (error) {
+        error->nvrtc_version = gpu->nvrtc.release;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
+// Makes an image and loads it; one of the cache's, only if `may_load`.
+static kmla_status kmla_i_make_and_load(const kmla_gpu* gpu, const kmla_plan* plan,
+                                        const kmla_device* device, int may_load, int* loaded,
+                                        void** module, kmla_error* error) {
     kmla_image made;
     kmla_status status;
-    int result;
     memset(&made, 0, sizeof made);
-    if (image) {
-        status = kmla_i_check_image(image, plan, device, error);
-    } else {
-        status = kmla_gpu_compile(gpu, plan, device, NULL, &made, error);
-        image = &made;
-    }
+    status = kmla_i_make_image(gpu, plan, device, NULL, may_load, &made, loaded, error);
     if (status == KMLA_OK) {
-        result =
-            gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
-        if (result != 0) {
-            status = kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
-        }
+        status = kmla_i_load_image(gpu, &made, module, error);
     }
     kmla_image_free(&made);
+    return status;
+}
+
+// Loads the image, or the one that it makes if there is none.
+static kmla_status kmla_i_load_module(const kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_image* image,
+                                      void** module, kmla_error* error) {
+    kmla_status status;
+    int loaded;
+    if (image) {
+        status = kmla_i_check_image(image, plan, device, error);
+        return status == KMLA_OK ? kmla_i_load_image(gpu, image, module, error) : status;
+    }
+    status = kmla_i_make_and_load(gpu, plan, device, 1, &loaded, module, error);
+    if (status != KMLA_OK && loaded) { // the driver refuses what the cache has: rebuild it
+        status = kmla_i_make_and_load(gpu, plan, device, 0, &loaded, module, error);
+    }
     return status;
 }
 
@@ -4082,13 +4595,23 @@ static kmla_status kmla_i_load_reader(kmla_gpu* gpu, const kmla_plan* plan,
 KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, const kmla_image* image,
                                       kmla_error* error) {
     void* context;
+    unsigned long long context_id = 0;
     kmla_device device;
     kmla_status status = kmla_i_check_plan_or_null(plan, error);
     if (status == KMLA_OK) {
         status = kmla_i_current_context(gpu, &context, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_device_of_context(gpu, &device, error);
+        status = kmla_i_device_of_context(gpu, context, &device, error);
+    }
+    if (status == KMLA_OK && gpu->cuda.context_id) {
+        int result = gpu->cuda.context_id(context, &context_id);
+        status = result ? kmla_i_fail_cuda(gpu, error, "cuCtxGetId", result) : KMLA_OK;
+    }
+    if (status == KMLA_OK && gpu->context && context_id != gpu->context_id) {
+        status = kmla_i_fail(error, KMLA_ERROR_CONTEXT,
+                             "the context that the kernels were prepared in is gone; the current "
+                             "one only has its address");
     }
     if (status == KMLA_OK && !gpu->support.module) {
         status = kmla_i_load_support(gpu, &device, plan ? NULL : image, error);
@@ -4099,9 +4622,7 @@ KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, cons
     if (!gpu->context) { // from now on the object belongs to this context
         gpu->device = device;
         gpu->context = context;
-        if (gpu->cuda.context_id) {
-            gpu->cuda.context_id(context, &gpu->context_id);
-        }
+        gpu->context_id = context_id;
     }
     if (plan && !kmla_i_find_reader(gpu, kmla_plan_variant(plan))) {
         status = kmla_i_load_reader(gpu, plan, &device, image, error);
@@ -4301,12 +4822,16 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
                               shape->ragged ? (size_t)shape->requests + 1 : 0};
     int32_t* copies[3]; // table, lengths, row offsets: one after the other in one allocation
     kmla_status status = KMLA_OK;
+    const char* call = "cuMemcpyDtoHAsync";
     int result, capturing = 0, i;
 
     result = gpu->cuda.stream_capturing(stream, &capturing);
     if (capturing || result == KMLA_I_CAPTURE_IMPLICIT) {
         return kmla_i_fail(error, KMLA_ERROR_CAPTURE,
                            "check_pages synchronises, and the stream is being captured");
+    }
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuStreamIsCapturing", result);
     }
     copies[0] = (int32_t*)KMLA_MALLOC((counts[0] + counts[1] + counts[2]) * sizeof(int32_t));
     if (!copies[0]) {
@@ -4321,10 +4846,11 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
         }
     }
     if (result == 0) {
+        call = "cuStreamSynchronize";
         result = gpu->cuda.stream_synchronize(stream);
     }
     if (result != 0) {
-        status = kmla_i_fail_cuda(gpu, error, "reading the tables for check_pages", result);
+        status = kmla_i_fail_cuda(gpu, error, call, result);
     } else {
         status = kmla_check_pages(plan, args, copies[0], copies[1],
                                   shape->ragged ? copies[2] : NULL, error);
@@ -7826,7 +8352,7 @@ static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH
 // =============================================================================
 //
 //     0.1.0  2026-12  portable reader (sm_80 to sm_121), Hopper reader (sm_90a), merge, combine,
-//                     writers, host reader, images that load without NVRTC
+//                     writers, host reader, images that load without NVRTC, cache of images
 //
 // =============================================================================
 // Licence

@@ -1,7 +1,8 @@
 """The faults that run.py applies. `old` is found exactly once in its file, which is one of
 tools/device/ or kimi_mla.h (there outside the device source); choose it short and telling. `suite`
 names the tests that should see it, `card` the emulated architecture that they run on, `group` the
-one group of device_test that alone should, where the whole suite would take long."""
+one group of device_test that alone should, where the whole suite would take long, or the one test
+of the GPU side with the fake libraries."""
 
 import dataclasses
 
@@ -51,6 +52,10 @@ def planner(what, old, new):
 
 def host(what, old, new):
     return Fault(what, "kimi_mla.h", old, new, suite="host")
+
+
+def gpu_side(test, what, old, new):
+    return Fault(what, "kimi_mla.h", old, new, suite="gpu side", group=f"test_{test}")
 
 
 FAULTS = [
@@ -343,4 +348,195 @@ FAULTS = [
     host("lse in base 2", "maximum + logf(total));", "(maximum + logf(total)) * 1.442695f);"),
     host("chunk sums in the order of splits only", "    if (chunk->maximum > all->maximum) {",
            "    if (0) {"),
+
+    # ---- libraries, faults, cache, contexts
+    gpu_side("discovery", "a loaded NVRTC is not asked for",
+             "void* library = kmla_i_nvrtc_loaded(name, room);",
+             "void* library = NULL; (void)kmla_i_nvrtc_loaded;"),
+    gpu_side("discovery", "an NVRTC newer than the driver comes first",
+             "for (newer = 0; newer < 2 && !library; ++newer) {",
+             "for (newer = 1; newer >= 0 && !library; --newer) {"),
+    gpu_side("discovery", "NVRTC is not tried in open",
+             "return kmla_i_check_builtins(functions, error);",
+             "(void)kmla_i_check_builtins; return KMLA_OK;"),
+    gpu_side("discovery", "the stub of libcuda is not known",
+             "if (result == KMLA_I_STUB_LIBRARY) {",
+             "if (result == KMLA_I_STUB_LIBRARY + 1) {"),
+    gpu_side("discovery", "the program that tries NVRTC is kept",
+             "    }\n"
+             "    nvrtc->destroy(&program);\n"
+             "    return status;\n"
+             "}\n"
+             "\n"
+             "static kmla_status kmla_i_nvrtc_open",
+             "    }\n"
+             "    return status;\n"
+             "}\n"
+             "\n"
+             "static kmla_status kmla_i_nvrtc_open"),
+    gpu_side("faults", "an object that does not open is kept",
+             "    if (status != KMLA_OK) {\n"
+             "        KMLA_FREE(opened);\n"
+             "        return status;\n"
+             "    }\n"
+             "    *gpu = opened;",
+             "    if (status != KMLA_OK) {\n"
+             "        return status;\n"
+             "    }\n"
+             "    *gpu = opened;"),
+    gpu_side("faults", "the module of support kernels is kept after an error",
+             "    if (status != KMLA_OK) {\n"
+             "        gpu->cuda.module_unload(support.module);\n"
+             "        return status;",
+             "    if (status != KMLA_OK) {\n"
+             "        return status;"),
+    gpu_side("faults", "a reader's module is kept after an error",
+             "        gpu->cuda.module_unload(reader.module);\n"
+             "        return status;",
+             "        return status;"),
+    gpu_side("faults", "the context's id may be unknown",
+             "status = result ? kmla_i_fail_cuda(gpu, error, \"cuCtxGetId\", result) : KMLA_OK;",
+             "(void)result;"),
+    gpu_side("faults", "an image without its CUBIN is kept",
+             "    if (result != 0) {\n"
+             "        KMLA_FREE(data);\n",
+             "    if (result != 0) {\n"),
+    gpu_side("faults", "NVRTC's log is kept",
+             "    KMLA_FREE(text);\n"
+             "    if (compile_result == 0)",
+             "    if (compile_result == 0)"),
+    gpu_side("faults", "the program of a compile is kept",
+             "        status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);\n"
+             "    }\n"
+             "    nvrtc->destroy(&program);",
+             "        status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);\n"
+             "    }"),
+    gpu_side("faults", "the source text is kept",
+             "    KMLA_FREE(source);\n"
+             "    return status;",
+             "    return status;"),
+    gpu_side("faults", "a failed compile writes the image",
+             "    if (status == KMLA_OK) {\n"
+             "        *image = made;\n"
+             "    }",
+             "    *image = made;"),
+    gpu_side("faults", "a function that cannot be loaded is used",
+             "result = gpu->cuda.function_load(*function);",
+             "result = 0;"),
+    gpu_side("faults", "an unknown state of capture is taken for none",
+             "    if (result != 0) {\n"
+             "        return kmla_i_fail_cuda(gpu, error, \"cuStreamIsCapturing\", result);\n"
+             "    }\n",
+             ""),
+    gpu_side("faults", "copies of the tables are kept",
+             "    KMLA_FREE(copies[0]);\n",
+             ""),
+    gpu_side("faults", "a reader is listed before it is loaded",
+             "    status = kmla_i_load_function(gpu, reader.module, \"kmla_reader\", "
+             "plan->shared_bytes,\n"
+             "                                  &reader.function, error);\n",
+             "    reader.variant = kmla_plan_variant(plan);\n"
+             "    gpu->readers[gpu->reader_count++] = reader;\n"
+             "    gpu->reader_count -= 0;\n"
+             "    status = kmla_i_load_function(gpu, reader.module, \"kmla_reader\", "
+             "plan->shared_bytes,\n"
+             "                                  &reader.function, error);\n"),
+    gpu_side("cache", "an entry keeps its temporary name",
+             "static int kmla_i_replace(const char* from, const char* to) { return "
+             "rename(from, to) == 0; }",
+             "static int kmla_i_replace(const char* from, const char* to) { return "
+             "rename(from, to) != 5; }"),
+    gpu_side("cache", "an entry is written in place",
+             "kmla_i_file_path((const char*)user, key, ending, temporary);",
+             "kmla_i_file_path((const char*)user, key, \".kmla\", temporary); (void)ending;"),
+    gpu_side("cache", "temporary names are all the same",
+             "(long)kmla_i_process(), number);",
+             "(long)7, 0 * number);"),
+    gpu_side("cache", "what the cache gives is not checked",
+             "        kmla_i_check_image(&loaded, plan, device, NULL) != KMLA_OK) {",
+             "        0) {"),
+    gpu_side("cache", "the checksum of an image is not looked at",
+             "    if (head->checksum != kmla_i_image_checksum((const unsigned "
+             "char*)data, bytes)) {",
+             "    if (0) {"),
+    gpu_side("cache", "a group may write to the cache",
+             "(folder->st_mode & 022) != 0",
+             "(folder->st_mode & 002) != 0"),
+    gpu_side("cache", "another user's cache is used",
+             "(folder->st_uid != geteuid() && folder->st_uid != 0)",
+             "0"),
+    gpu_side("cache", "a pipe in the cache is waited for",
+             "(O_RDONLY | O_NONBLOCK | KMLA_I_FILE_FLAGS)",
+             "(O_RDONLY | KMLA_I_FILE_FLAGS)"),
+    gpu_side("cache", "half an entry stays",
+             "        remove(temporary);\n",
+             "        ;\n"),
+    gpu_side("cache", "NVRTC's version is not in the key",
+             "(unsigned long long)head->source_hash, (int)nvrtc_release);",
+             "(unsigned long long)head->source_hash, (int)(nvrtc_release * 0));"),
+    gpu_side("cache", "the header's version is not in the key",
+             "\"%d %016llx %d\", (int)head->version,",
+             "\"%d %016llx %d\", (int)(head->version * 0),"),
+    gpu_side("cache", "the source is not in the key",
+             "(unsigned long long)head->source_hash, (int)nvrtc_release);",
+             "0ull, (int)nvrtc_release);"),
+    gpu_side("cache", "the architecture is not in the key",
+             "    for (i = 0; i < options->count; ++i) { // each with",
+             "    for (i = 1; i < options->count; ++i) { // each with"),
+    gpu_side("cache", "a log is not worth a compile",
+             "status = kmla_i_make_image(gpu, plan, device, log, !log, &made, &loaded, error);",
+             "status = kmla_i_make_image(gpu, plan, device, log, 1, &made, &loaded, error);"),
+    gpu_side("cache", "what the driver refuses is not rebuilt",
+             "if (status != KMLA_OK && loaded) {",
+             "if (0) {"),
+    gpu_side("cache", "an entry's size is believed",
+             "if (bytes == 0 || bytes > KMLA_I_MOST_IMAGE_BYTES) {",
+             "if (bytes == 0) {"),
+    gpu_side("cache", "half a read is enough",
+             "cache->load(cache->user, key, loaded.data, bytes) != bytes",
+             "cache->load(cache->user, key, loaded.data, bytes) == 0"),
+    gpu_side("cache", "a bad entry is kept in memory",
+             "        kmla_image_free(&loaded);\n"
+             "        return 0;",
+             "        return 0;"),
+    gpu_side("cache", "files of the cache stay open",
+             "    kmla_i_close(file);\n"
+             "    return bytes;",
+             "    return bytes;"),
+    gpu_side("cache", "the cache is for all to read",
+             "mkdir(path, 0700)",
+             "mkdir(path, 0755)"),
+    gpu_side("cache", "entries are for all to read",
+             "#define KMLA_I_FILE_MODE 0600",
+             "#define KMLA_I_FILE_MODE 0644"),
+    gpu_side("cache", "another's temporary file is written to",
+             "O_WRONLY | O_CREAT | O_EXCL | O_SYNC",
+             "O_WRONLY | O_CREAT | O_SYNC"),
+    gpu_side("cache", "a cached image is nobody's to free",
+             "    image->borrowed = 0;\n"
+             "    return 1;",
+             "    return 1;"),
+    gpu_side("contexts", "any context will do",
+             "if (gpu->context && *context != gpu->context) {",
+             "if (0) {"),
+    gpu_side("contexts", "a dead context's address will do",
+             "if (status == KMLA_OK && gpu->context && context_id != gpu->context_id) {",
+             "if (0) {"),
+    gpu_side("contexts", "close leaves its context current",
+             "gpu->cuda.context_pop(NULL);",
+             ";"),
+    gpu_side("contexts", "launches share their arguments",
+             "    const kmla_i_reader* reader = NULL;\n"
+             "    struct kmla_i_reader_args reader_args;",
+             "    const kmla_i_reader* reader = NULL;\n"
+             "    static struct kmla_i_reader_args reader_args;"),
+    gpu_side("contexts", "a function is left to load at its first launch",
+             "result = gpu->cuda.function_load(*function);",
+             "result = 0;"),
+    gpu_side("contexts", "a green context has all of the card's SMs",
+             "        *count = (int32_t)resource.multiprocessors;",
+             "        ;"),
+    gpu_side("contexts", "a green context of no SMs",
+             "        resource.multiprocessors > 0) {",
+             "        1) { *count = -1;"),
 ]
