@@ -239,15 +239,24 @@ FAULTS = [
             card="sm80"),
 
     # ---- merge and combine
-    merge("a payload of weight 0 is read", "weight > 0 ? first + i : top_part;", "first + i;"),
-    merge("NaN of a split is lost in the merge", "is_merge && ballot(nan)", "false",
+    merge("a payload of weight 0 is read", "weight > 0 ? first + i : all.part;", "first + i;"),
+    merge("NaN of a split is lost in the merge", "is_merge && ballot(all.nan)", "false",
           group="NaN tokens"),
-    merge("a finished row is merged again", "is_merge && ballot(done)", "false"),
+    merge("a finished row is merged again", "is_merge && ballot(all.done)", "false"),
     merge("weights in base e", "exp2_fast((lse - top) * log2_e)", "exp2_fast(lse - top)"),
     merge("an infinite lse counts", "lse > -infinity() && lse < infinity();", "lse > -infinity();"),
     merge("only the first 32 parts are merged",
-          "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
-          "for (int first = 0; first < 1 && top > -infinity(); first += 32)", suite="records"),
+          "first < args.parts && all.top > -infinity(); first += 32) {\n"
+          "        float mine = load_weight(args, row, head, first, all.top);\n"
+          "        int count = minimum(args.parts - first, 32);\n#pragma",
+          "first < 1 && all.top > -infinity(); first += 32) {\n"
+          "        float mine = load_weight(args, row, head, first, all.top);\n"
+          "        int count = minimum(args.parts - first, 32);\n#pragma", suite="records"),
+
+    merge("a share reads a payload of weight 0", "if (own_weight > 0) {", "if (true) {",
+          group="LC-06 shares"),
+    merge("a share is of the part beside", "own = args.share - 1;", "own = args.share % args.parts;",
+          group="LC-06 shares"),
 
     # ---- writers
     writers("a slot past the pool is written", "(uint64_t)slot >= args.kv_slots", "false"),
