@@ -77,9 +77,9 @@ static inline int driver_find(void* library, const char* symbol, void* pointer) 
     return found != NULL;
 }
 
-// Opens libcuda (`path` NULL: by its usual name) and makes the first card's primary context
-// current. 1 if there is a card to use, else 0 and why.
-static inline int driver_open(driver* cuda, const char* path, const char** why) {
+// Opens libcuda (`path` NULL: by its usual name) and makes a card's primary context current. 1 if
+// there is such a card, else 0 and why.
+static inline int driver_open_card(driver* cuda, const char* path, int ordinal, const char** why) {
     int count = 0, device;
     void* context;
     memset(cuda, 0, sizeof *cuda);
@@ -104,13 +104,22 @@ static inline int driver_open(driver* cuda, const char* path, const char** why) 
         *why = "libcuda sees no card";
         return 0;
     }
-    driver_must(cuda, cuda->device_get(&device, 0), "cuDeviceGet");
+    if (ordinal >= count) {
+        *why = "libcuda sees fewer cards";
+        return 0;
+    }
+    driver_must(cuda, cuda->device_get(&device, ordinal), "cuDeviceGet");
     driver_must(cuda, cuda->driver_version(&cuda->version), "cuDriverGetVersion");
     driver_must(cuda, cuda->device_name(cuda->card, (int)sizeof cuda->card, device),
                 "cuDeviceGetName");
     driver_must(cuda, cuda->context_retain(&context, device), "cuDevicePrimaryCtxRetain");
     driver_must(cuda, cuda->context_set(context), "cuCtxSetCurrent");
     return 1;
+}
+
+// The first card.
+static inline int driver_open(driver* cuda, const char* path, const char** why) {
+    return driver_open_card(cuda, path, 0, why);
 }
 
 static inline uint64_t driver_alloc(const driver* cuda, size_t bytes) {
