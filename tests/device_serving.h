@@ -747,4 +747,528 @@ static void test_one_rank(void) {
     ref_free(&c);
 }
 
+// =============================================================================
+// Captured graphs: CG
+// =============================================================================
+
+static int has_graphs(void) {
+    return !on_host() && backend.driver.capture_begin != NULL;
+}
+
+static void* capture(int mode, void (*launch_all)(void* data), void* data) {
+    void *graph = NULL, *executable = NULL;
+    driver_check(backend.driver.capture_begin(backend.stream, mode), "cuStreamBeginCapture");
+    launch_all(data);
+    driver_check(backend.driver.capture_end(backend.stream, &graph), "cuStreamEndCapture");
+    driver_check(backend.driver.graph_instantiate(&executable, graph, 0), "cuGraphInstantiate");
+    driver_check(backend.driver.graph_destroy(graph), "cuGraphDestroy");
+    return executable;
+}
+
+// Runs a graph over outputs full of NaN, and brings them to c->out and c->lse.
+static void replay(void* executable, ref_case* c, const loaded* l) {
+    fill_device(l->out.address, 0xff, l->out.bytes);
+    fill_device(l->lse.address, 0xff, l->lse.bytes);
+    fill_device(l->workspace.address, 0xff, l->workspace.bytes);
+    driver_check(backend.driver.graph_launch(executable, backend.stream), "cuGraphLaunch");
+    synchronize();
+    copy_to_host(c->out.data, l->out.address, c->out.bytes);
+    copy_to_host(c->lse.data, l->lse.address, c->lse.bytes);
+}
+
+static void judge_replay(void* executable, ref_case* c, const loaded* l, const char* what) {
+    answer right = answer_of(c);
+    replay(executable, c, l);
+    judge(c, &right, what);
+    answer_free(&right);
+}
+
+// The same outputs by a direct launch have the bits that a replay left in c.
+static void expect_direct_bits(ref_case* c, loaded* l, const char* what) {
+    const bits replayed = bits_of(c);
+    kmla_error error;
+    fill_device(l->out.address, 0xff, c->out.bytes);
+    fill_device(l->workspace.address, 0xff, l->workspace.bytes);
+    expect(launch_only(c, l, &error) == KMLA_OK, "%s", error.message);
+    synchronize();
+    copy_to_host(c->out.data, l->out.address, c->out.bytes);
+    copy_to_host(c->lse.data, l->lse.address, c->lse.bytes);
+    expect(same_bits(&replayed, c), "%s: a direct launch has other bits; %s", what, describe(c));
+    free(replayed.data);
+}
+
+static void launch_decode(void* data) {
+    const ref_case* c = ((const ref_case* const*)data)[0];
+    const loaded* l = ((const loaded* const*)data)[1];
+    kmla_error error;
+    expect(launch_only(c, l, &error) == KMLA_OK, "%s", error.message);
+}
+
+static void* capture_case(int mode, ref_case* c, loaded* l) {
+    const void* both[] = {c, l};
+    return capture(mode, launch_decode, (void*)both);
+}
+
+// A whole step: a new token's record, the queries, the decode, and a combine of its one part.
+typedef struct whole_step {
+    ref_case* c;
+    loaded* l;
+    kmla_kv_write write_kv;
+    kmla_query_write write_query;
+    kmla_combine combine;
+} whole_step;
+
+static void launch_whole_step(void* data) {
+    const whole_step* s = (const whole_step*)data;
+    kmla_gpu* gpu = backend.gpu;
+    kmla_error error;
+    expect(kmla_gpu_write_kv(gpu, &s->write_kv, backend.stream, &error) == KMLA_OK, "%s",
+           error.message);
+    expect(kmla_gpu_write_query(gpu, &s->write_query, backend.stream, &error) == KMLA_OK, "%s",
+           error.message);
+    expect(launch_only(s->c, s->l, &error) == KMLA_OK, "%s", error.message);
+    expect(kmla_gpu_combine(gpu, &s->combine, backend.stream, &error) == KMLA_OK, "%s",
+           error.message);
+}
+
+// In BF16 throughout, so that the writers copy bits: the last token's record and all queries are
+// taken away, and the step has to put them back.
+static void test_capture_modes(void) {
+    static const int modes[] = {CUDA_CAPTURE_GLOBAL, CUDA_CAPTURE_THREAD_LOCAL,
+                                CUDA_CAPTURE_RELAXED};
+    const int32_t lengths[] = {150, 150};
+    ref_case c;
+    loaded l;
+    whole_step s;
+    if (!has_graphs()) {
+        skip("no graphs here");
+        return;
+    }
+    graph_case(&c, lengths, KMLA_KV_BF16, 2);
+    answer right = answer_of(&c);
+    load(&c, &l);
+    prepare(&c.plan);
+    const uint8_t* record = record_of(&c, 0, 149);
+    const int64_t slot = (record - c.pool.data) / 1152;
+    device_buffer token = device_copy(record, 1152), slots = device_copy(&slot, 8);
+    device_buffer source = device_copy(c.query.data, c.query.bytes);
+    device_buffer out = device_make(c.out.bytes, 0xff), lse = device_make(c.lse.bytes, 0xff);
+    memset(&s, 0, sizeof s);
+    s.c = &c;
+    s.l = &l;
+    s.write_kv.tokens = 1;
+    s.write_kv.kv_format = KMLA_KV_BF16;
+    s.write_kv.source_type = KMLA_BF16;
+    s.write_kv.page_tokens = 64;
+    s.write_kv.latent = token.address;
+    s.write_kv.rope = token.address + 1024;
+    s.write_kv.slots = slots.address;
+    s.write_kv.kv = l.pool.address;
+    s.write_kv.kv_pages = c.args.kv_pages;
+    s.write_query.rows = 2;
+    s.write_query.heads = 6;
+    s.write_query.source = source.address;
+    s.write_query.query = l.query.address;
+    s.combine.parts = 1;
+    s.combine.rows = 2;
+    s.combine.heads = 6;
+    s.combine.part_out = l.out.address;
+    s.combine.part_lse = l.lse.address;
+    s.combine.out = out.address;
+    s.combine.lse = lse.address;
+    for (int i = 0; i < COUNT(modes); i++) {
+        void* executable = capture(modes[i], launch_whole_step, &s);
+        expect(device_all_bytes(out.address, out.bytes, 0xff), "a capture has run something");
+        fill_device(l.pool.address + (uint64_t)slot * 1152, 0xff, 1152);
+        fill_device(l.query.address, 0xff, l.query.bytes);
+        replay(executable, &c, &l);
+        judge(&c, &right, "captured step");
+        copy_to_host(c.out.data, out.address, out.bytes);
+        copy_to_host(c.lse.data, lse.address, lse.bytes);
+        judge(&c, &right, "captured step, combined");
+        expect(input_whole(&l.pool, &c.pool) && input_whole(&l.query, &c.query),
+               "the step has not put back what was taken away");
+        driver_check(backend.driver.graph_exec_destroy(executable), "cuGraphExecDestroy");
+        fill_device(out.address, 0xff, out.bytes);
+    }
+    device_free(&token);
+    device_free(&slots);
+    device_free(&source);
+    device_free(&out);
+    device_free(&lse);
+    answer_free(&right);
+    unload(&l);
+    ref_free(&c);
+}
+
+enum { REPLAYED = 4 };
+
+// A case of the graph's shape with its own lengths, offsets, pages and queries.
+static void replayed_case(ref_case* c, int32_t kv_format, int32_t ranks, const int32_t* lengths,
+                          const int32_t* offsets, int32_t spare_pages) {
+    *c = plain_case(5, 200);
+    c->shape.ragged = 1;
+    c->shape.requests = 3;
+    c->shape.rows_per_request = 5;
+    c->shape.rows = 12;
+    c->shape.kv_format = kv_format;
+    c->shape.splits = 3;
+    c->shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
+    c->shape.lengths.dcp.ranks = ranks;
+    c->shape.lengths.dcp.rank = ranks - 1;
+    c->shape.lengths.dcp.interleave = 16;
+    c->lengths = lengths;
+    c->row_offsets = offsets;
+    c->spare_pages = spare_pages;
+    build(c);
+}
+
+// One graph over other lengths, live rows, tables, records and queries each time. It knows only
+// addresses; what a rank's rows see is worked out when it runs.
+static void check_replays(int32_t kv_format, int32_t ranks) {
+    static const int32_t lengths[REPLAYED][3] = {
+        {1, 1, 1}, {200, 64, 129}, {33, 0, -5}, {190, 500, 3}};
+    static const int32_t offsets[REPLAYED][4] = {
+        {0, 1, 2, 3}, {0, 4, 8, 12}, {0, 5, 9, 9}, {0, 0, 3, 8}};
+    ref_case cases[REPLAYED];
+    loaded l;
+    uint64_t most_pages = 0;
+    for (int i = 0; i < REPLAYED; i++) { // one pool has room for all
+        replayed_case(&cases[i], kv_format, ranks, lengths[i], offsets[i], 0);
+        most_pages = cases[i].args.kv_pages > most_pages ? cases[i].args.kv_pages : most_pages;
+    }
+    for (int i = 0; i < REPLAYED; i++) {
+        const int32_t spare = 1 + (int32_t)(most_pages - cases[i].args.kv_pages);
+        ref_free(&cases[i]);
+        replayed_case(&cases[i], kv_format, ranks, lengths[i], offsets[i], spare);
+    }
+    load(&cases[0], &l);
+    prepare(&cases[0].plan);
+    void* executable = capture_case(CUDA_CAPTURE_GLOBAL, &cases[0], &l);
+    for (int run = 0; run < 2 * REPLAYED; run++) {
+        ref_case* c = &cases[run % REPLAYED];
+        copy_to_device(l.pool.address, c->pool.data, c->pool.bytes);
+        copy_to_device(l.table.address, c->table.data, c->table.bytes);
+        copy_to_device(l.query.address, c->query.data, c->query.bytes);
+        copy_to_device(l.lengths.address, c->length_buffer.data, c->length_buffer.bytes);
+        copy_to_device(l.offsets.address, c->offset_buffer.data, c->offset_buffer.bytes);
+        expect(c->pool.bytes == l.pool.bytes, "pools differ");
+        judge_replay(executable, c, &l, "replay");
+        expect_direct_bits(c, &l, "replay");
+    }
+    driver_check(backend.driver.graph_exec_destroy(executable), "cuGraphExecDestroy");
+    unload(&l);
+    for (int i = 0; i < REPLAYED; i++) {
+        ref_free(&cases[i]);
+    }
+}
+
+static void test_replays(void) {
+    if (!has_graphs()) {
+        skip("no graphs here");
+        return;
+    }
+    for (int32_t kv_format = 0; kv_format < 3; kv_format++) {
+        check_replays(kv_format, 1);
+        check_replays(kv_format, 3);
+    }
+}
+
+// A page that no table names; unused pages are full of NaN.
+static int32_t unused_page(const ref_case* c) {
+    const int32_t* entries = (const int32_t*)(const void*)c->table.data;
+    for (int32_t page = 0; page < (int32_t)c->args.kv_pages; page++) {
+        int used = 0;
+        for (size_t i = 0; i < c->table.bytes / 4; i++) {
+            used = used || entries[i] == page;
+        }
+        if (!used) {
+            return page;
+        }
+    }
+    backend_stop("every page is used");
+    return -1;
+}
+
+// 112 rows are captured, 100 live. Dead rows have lengths of every kind that means "none", and
+// tables that name a page full of NaN; a live one is far longer than the capacity.
+static void check_padded_batch(int32_t kv_format, int32_t splits) {
+    enum { ROWS_CAPTURED = 112, ROWS_LIVE = 100, CAPACITY = 130 };
+    static const int32_t none[] = {0, -1, INT32_MIN, -70000};
+    int32_t lengths[ROWS_CAPTURED];
+    ref_case c = plain_case(2, CAPACITY);
+    loaded l;
+    ref_random random = {draw()};
+    c.shape.requests = ROWS_CAPTURED;
+    c.shape.kv_format = kv_format;
+    c.shape.splits = splits;
+    c.lengths = lengths;
+    for (int32_t row = 0; row < ROWS_CAPTURED; row++) {
+        lengths[row] = 1 + ref_below(&random, CAPACITY);
+    }
+    lengths[7] = INT32_MAX;
+    lengths[8] = CAPACITY + 1;
+    build(&c);
+    load(&c, &l);
+    prepare(&c.plan);
+    void* executable = capture_case(CUDA_CAPTURE_GLOBAL, &c, &l);
+    judge_replay(executable, &c, &l, "112 live rows");
+    const bits all = bits_of(&c);
+    const int32_t nan_page = unused_page(&c);
+    int32_t* entries = (int32_t*)(void*)c.table.data;
+    for (int32_t row = ROWS_LIVE; row < ROWS_CAPTURED; row++) {
+        lengths[row] = none[row % 4];
+        for (int64_t i = 0; i < c.args.block_table_width; i++) {
+            entries[row * c.args.block_table_width + i] = nan_page;
+        }
+    }
+    memcpy(c.length_buffer.data, lengths, sizeof lengths);
+    copy_to_device(l.lengths.address, lengths, sizeof lengths);
+    copy_to_device(l.table.address, c.table.data, c.table.bytes);
+    for (int32_t row = ROWS_LIVE; row < ROWS_CAPTURED; row++) { // padding queries are NaN, too
+        memset(query_of(&c, row, 0), 0xff, (size_t)c.args.query_row_stride_bytes);
+    }
+    copy_to_device(l.query.address, c.query.data, c.query.bytes);
+    judge_replay(executable, &c, &l, "100 live rows");
+    expect(memcmp(all.data, c.out.data, all.out_bytes / ROWS_CAPTURED * ROWS_LIVE) == 0 &&
+               memcmp(all.data + all.out_bytes, c.lse.data,
+                      all.lse_bytes / ROWS_CAPTURED * ROWS_LIVE) == 0,
+           "live rows have other bits beside dead ones; %s", describe(&c));
+    expect_direct_bits(&c, &l, "100 live rows");
+    driver_check(backend.driver.graph_exec_destroy(executable), "cuGraphExecDestroy");
+    free(all.data);
+    unload(&l);
+    ref_free(&c);
+}
+
+static void test_padded_batches(void) {
+    if (!has_graphs()) {
+        skip("no graphs here");
+        return;
+    }
+    for (int32_t kv_format = 0; kv_format < 3; kv_format++) {
+        check_padded_batch(kv_format, 1);
+        check_padded_batch(kv_format, 3);
+    }
+}
+
+// Captured while the request has one token, replayed when it has as many as the plan allows.
+static void test_growing_length(void) {
+    const int32_t long_length[] = {
+        options.quick || backend.kind != BACKEND_GPU ? 4096 : 131072};
+    const int32_t one[] = {1};
+    if (!has_graphs()) {
+        skip("no graphs here");
+        return;
+    }
+    for (int n = 0; n < 3 * 2; n++) {
+        ref_case c = plain_case(3, long_length[0]);
+        loaded l;
+        c.shape.kv_format = n % 3;
+        c.shape.splits = n / 3 ? 32 : 0; // 0: the planner's
+        c.shape.split_mode = n / 3;
+        c.lengths = long_length;
+        build(&c);
+        load(&c, &l);
+        prepare(&c.plan);
+        c.lengths = one;
+        copy_to_device(l.lengths.address, one, sizeof one);
+        void* executable = capture_case(CUDA_CAPTURE_GLOBAL, &c, &l);
+        judge_replay(executable, &c, &l, "one token");
+        c.lengths = long_length;
+        copy_to_device(l.lengths.address, long_length, sizeof long_length);
+        judge_replay(executable, &c, &l, "all tokens");
+        expect_direct_bits(&c, &l, "all tokens");
+        driver_check(backend.driver.graph_exec_destroy(executable), "cuGraphExecDestroy");
+        unload(&l);
+        ref_free(&c);
+    }
+}
+
+// =============================================================================
+// Prefixes that come from elsewhere, and adjacent turns
+// =============================================================================
+
+// A cache of one request and the values that its tokens are made of. Page 0 is the null block: no
+// table names it but for tokens that there are not, and it stays full of NaN.
+typedef struct cache {
+    int32_t format, page_tokens;
+    int64_t pages;        // page 0 included
+    const int32_t* table; // of the request, on the host
+    device_buffer pool;
+} cache;
+
+static size_t cache_record(const cache* k) {
+    return (size_t)ref_record_bytes(ref_kv_layout(k->format));
+}
+
+static cache cache_make(int32_t format, int32_t page_tokens, int64_t pages, const int32_t* table) {
+    cache k = {format, page_tokens, pages, table, {0, 0}};
+    k.pool = device_make((size_t)(pages * page_tokens) * cache_record(&k), 0xff);
+    return k;
+}
+
+static int64_t cache_slot(const cache* k, int64_t token) {
+    return (int64_t)k->table[token / k->page_tokens] * k->page_tokens + token % k->page_tokens;
+}
+
+// Tokens [first, last) by the writer; values are [token][576] fp32, on the device.
+static void cache_write(const cache* k, uint64_t values, int64_t first, int64_t last) {
+    int64_t* slots = (int64_t*)malloc((size_t)(last - first) * sizeof *slots);
+    kmla_kv_write write;
+    kmla_error error;
+    for (int64_t token = first; token < last; token++) {
+        slots[token - first] = cache_slot(k, token);
+    }
+    device_buffer there = device_copy(slots, (size_t)(last - first) * sizeof *slots);
+    memset(&write, 0, sizeof write);
+    write.tokens = (int32_t)(last - first);
+    write.kv_format = k->format;
+    write.source_type = KMLA_FP32;
+    write.kv_scale = 0.0137f;
+    write.page_tokens = k->page_tokens;
+    write.latent = values + (uint64_t)first * REF_Q * 4;
+    write.latent_stride = REF_Q;
+    write.rope = write.latent + REF_D * 4;
+    write.rope_stride = REF_Q;
+    write.slots = there.address;
+    write.kv = k->pool.address;
+    write.kv_pages = (uint64_t)k->pages;
+    prepare(NULL);
+    if (call_write_kv(&write, &error) != KMLA_OK) {
+        fail("%s", error.message);
+    }
+    device_free(&there);
+    free(slots);
+}
+
+// Tokens [0, last) as the records that another cache holds: bytes, wherever they lie there.
+static void cache_import(const cache* to, const cache* from, int64_t last) {
+    const size_t record = cache_record(to);
+    uint8_t* bytes = (uint8_t*)malloc(from->pool.bytes);
+    copy_to_host(bytes, from->pool.address, from->pool.bytes);
+    for (int64_t token = 0; token < last; token++) {
+        copy_to_device(to->pool.address + (uint64_t)cache_slot(to, token) * record,
+                       bytes + (size_t)cache_slot(from, token) * record, record);
+    }
+    free(bytes);
+}
+
+// Reads the first `tokens` of a cache by the plan of c, and, if it has a second request, nothing for
+// that: its table names the null block.
+static void cache_read(const cache* k, ref_case* c, const loaded* query, int64_t tokens) {
+    const int32_t lengths[] = {(int32_t)tokens, 0};
+    const int64_t width = (c->shape.capacity_tokens + k->page_tokens - 1) / k->page_tokens;
+    int32_t* tables = (int32_t*)calloc((size_t)(2 * width), sizeof *tables);
+    memcpy(tables, k->table, (size_t)((tokens + k->page_tokens - 1) / k->page_tokens) * 4);
+    device_buffer table = device_copy(tables, (size_t)(2 * width) * 4);
+    device_buffer length = device_copy(lengths, sizeof lengths);
+    kmla_decode args = query->args;
+    kmla_plan plan;
+    kmla_error error;
+    c->shape.page_tokens = k->page_tokens;
+    if (kmla_plan_decode(&c->shape, backend_card(), &plan, &error) != KMLA_OK) {
+        backend_stop("%s", error.message);
+    }
+    args.kv = k->pool.address;
+    args.kv_pages = (uint64_t)k->pages;
+    args.page_pitch_bytes = 0;
+    args.block_table = table.address;
+    args.block_table_width = width;
+    args.lengths = length.address;
+    fill_device(args.out, 0xff, c->out.bytes);
+    fill_device(args.lse, 0xff, c->lse.bytes);
+    fill_device(args.workspace, 0xff, (size_t)args.workspace_bytes);
+    prepare(&plan);
+    if (call_decode(&plan, &args, &error) != KMLA_OK) {
+        fail("%s", error.message);
+    }
+    copy_to_host(c->out.data, args.out, c->out.bytes);
+    copy_to_host(c->lse.data, args.lse, c->lse.bytes);
+    expect(device_all_bytes(k->pool.address, (size_t)k->page_tokens * cache_record(k), 0xff),
+           "the null block was written");
+    device_free(&table);
+    device_free(&length);
+    free(tables);
+}
+
+// A table of pages from 1 on, in an order of its own.
+static int32_t* shuffled_pages(int64_t pages) {
+    ref_random random = {draw()};
+    int64_t* order = ref_shuffled(&random, pages);
+    int32_t* table = (int32_t*)malloc((size_t)pages * sizeof *table);
+    for (int64_t i = 0; i < pages; i++) {
+        table[i] = (int32_t)order[i] + 1;
+    }
+    free(order);
+    return table;
+}
+
+enum { OTHER_PAGE = 100 }; // tokens of a page of the cache that a prefix comes from
+
+static void check_reuse(int32_t format) {
+    // The prefix ends within a page of either cache.
+    const int64_t prefix = options.quick ? 170 : 9216 - 5, tokens = prefix + 300;
+    const int64_t turns[] = {prefix + 40, prefix + 41, prefix + 45, tokens};
+    const int64_t pages = (tokens + 63) / 64, other_pages = (prefix + OTHER_PAGE - 1) / OTHER_PAGE;
+    const int32_t lengths[] = {(int32_t)tokens, 0};
+    int32_t *cold_table = shuffled_pages(pages), *warm_table = shuffled_pages(pages);
+    int32_t* other_table = shuffled_pages(other_pages);
+    float* values = (float*)malloc((size_t)tokens * REF_Q * sizeof *values);
+    ref_random random = {draw()};
+    ref_case c = plain_case(3, tokens);
+    loaded l;
+    c.shape.requests = 2;
+    c.shape.rows_per_request = 4;
+    c.shape.kv_format = format;
+    c.shape.splits = 4;
+    c.shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST;
+    c.lengths = lengths;
+    build(&c);
+    load(&c, &l);
+    for (int64_t i = 0; i < tokens * REF_Q; i++) {
+        values[i] = (float)ref_normal(&random);
+    }
+    device_buffer there = device_copy(values, (size_t)tokens * REF_Q * sizeof *values);
+    cache cold = cache_make(format, 64, pages + 1, cold_table);
+    cache warm = cache_make(format, 64, pages + 1, warm_table);
+    cache other = cache_make(format, OTHER_PAGE, other_pages + 1, other_table);
+    cache_write(&cold, there.address, 0, tokens);
+    cache_write(&other, there.address, 0, prefix);
+    cache_import(&warm, &other, prefix);
+    for (int turn = 0; turn < COUNT(turns); turn++) { // append, decode, append, ...
+        cache_write(&warm, there.address, turn ? turns[turn - 1] : prefix, turns[turn]);
+        cache_read(&warm, &c, &l, turns[turn]);
+        const bits got = bits_of(&c);
+        cache_read(&cold, &c, &l, turns[turn]);
+        expect(same_bits(&got, &c), "format %d, %lld tokens: other bits than a cold cache's",
+               format, (long long)turns[turn]);
+        free(got.data);
+    }
+    // And those are right: the cold cache against fp64, as the case's own pool.
+    expect(cold.pool.bytes == c.pool.bytes, "the case has %zu bytes of pages, not %zu",
+           c.pool.bytes, cold.pool.bytes);
+    copy_to_host(c.pool.data, cold.pool.address, c.pool.bytes);
+    memcpy(c.table.data, cold_table, (size_t)pages * 4);
+    answer right = answer_of(&c);
+    judge(&c, &right, "cold cache");
+    answer_free(&right);
+    device_free(&there);
+    device_free(&cold.pool);
+    device_free(&warm.pool);
+    device_free(&other.pool);
+    unload(&l);
+    ref_free(&c);
+    free(values);
+    free(cold_table);
+    free(warm_table);
+    free(other_table);
+}
+
+static void test_reuse(void) {
+    for (int32_t format = 0; format < 3; format++) {
+        check_reuse(format);
+    }
+}
+
 #endif // KMLA_TESTS_DEVICE_SERVING_H
