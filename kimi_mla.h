@@ -2628,8 +2628,8 @@ static void kmla_i_store_result(const kmla_combine* parts, int64_t row, int64_t 
     }
 }
 
-// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read. For a share
-// all weights count, but only its own part's payload.
+// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read. For a
+// share all weights count, but only its own part's payload.
 static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t head,
                                int32_t rule) {
     float maximum = -INFINITY;

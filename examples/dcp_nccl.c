@@ -480,7 +480,8 @@ static pool pool_make(const machine* m, uint64_t values, int64_t context, kmla_d
     }
     machine_write(m, p.table, table, (size_t)p.pages * sizeof *table);
     for (int64_t first = 0; first < context; first += SOURCE_TOKENS) {
-        int32_t count = (int32_t)(context - first < SOURCE_TOKENS ? context - first : SOURCE_TOKENS);
+        int64_t left = context - first;
+        int32_t count = (int32_t)(left < SOURCE_TOKENS ? left : SOURCE_TOKENS);
         kmla_kv_write args;
         for (int32_t i = 0; i < count; i++) {
             int32_t owner;
@@ -1038,8 +1039,9 @@ static uint64_t run_way(const comm* c, const context* ctx, way how, uint64_t sou
         time_step(&s, &got, &replayed, us);
     }
     if (c->rank == 0) {
-        printf("  %6lld  %5d  %-5s  %-6s  %-14s  %6llu  %.1e %.1e", (long long)ctx->shards[0].tokens,
-               (int)how.heads, how.equal_slices ? "equal" : "own",
+        printf("  %6lld  %5d  %-5s  %-6s  %-14s  %6llu  %.1e %.1e",
+               (long long)ctx->shards[0].tokens, (int)how.heads,
+               how.equal_slices ? "equal" : "own",
                how.query_format == KMLA_QUERY_BF16 ? "BF16" : "packed",
                how.transport == KMLA_TRANSPORT_ALL_TO_ALL ? "all-to-all" : "reduce-scatter",
                (unsigned long long)(s.gathers[0].exchanges ? s.gathers[0].query.slice_bytes / ROWS

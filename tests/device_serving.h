@@ -118,8 +118,9 @@ static void test_shares(void) {
 // Which tokens a row sees: DL, SD
 // =============================================================================
 
-// Where a row's tokens begin and end, told by the decode itself. All queries are 0, so that exp(lse)
-// counts the tokens; the value of local token t is t, so that the mean tells where they are.
+// Where a row's tokens begin and end, told by the decode itself. All queries are 0, so that
+// exp(lse) counts the tokens; the value of local token t is t, so that the mean tells where they
+// are.
 enum { VIEW_CAPACITY = 256, VIEW_PAGES = VIEW_CAPACITY / 64 };
 
 typedef struct view {
@@ -1154,8 +1155,8 @@ static void cache_import(const cache* to, const cache* from, int64_t last) {
     free(bytes);
 }
 
-// Reads the first `tokens` of a cache by the plan of c, and, if it has a second request, nothing for
-// that: its table names the null block.
+// Reads the first `tokens` of a cache by the plan of c, and nothing for a second request, whose
+// table names the null block.
 static void cache_read(const cache* k, ref_case* c, const loaded* query, int64_t tokens) {
     const int32_t lengths[] = {(int32_t)tokens, 0};
     const int64_t width = (c->shape.capacity_tokens + k->page_tokens - 1) / k->page_tokens;
