@@ -357,6 +357,7 @@ KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count
 //
 // All arrays here have heads outermost, [heads][R]: a rank's slice is then one piece whatever R is,
 // and is written, gathered in place, read and sent without a copy. Padding heads lie at the end.
+// Heads in the gaps of equal slices are decoded from whatever lies there, and reach no result.
 
 typedef struct kmla_gather_desc {
     int32_t heads;        // of all ranks together, 1..4096; need not be a multiple of ranks

@@ -256,7 +256,7 @@ enum { AREA_BYTES = MOST_HEADS * ROWS * KMLA_LATENT_DIMS * 4 };
 typedef struct shared {
     pthread_barrier_t barrier;
     nccl_id id;
-    int cards;
+    int cards, has_nccl;
     uint64_t digests[MOST_RANKS];
     double us[MOST_RANKS][PARTS_OF_A_STEP];
     uint8_t area[MOST_RANKS][AREA_BYTES]; // of each rank, for exchanges through memory
@@ -277,19 +277,19 @@ static void comm_wait(const comm* c) {
     pthread_barrier_wait(&c->all->barrier);
 }
 
-static void comm_open(comm* c, const machine* m, shared* all, int32_t ranks, const nccl* n) {
+static void comm_open(comm* c, const machine* m, shared* all, int32_t ranks,
+                      const char* nccl_path) {
     memset(c, 0, sizeof *c);
     c->m = m;
     c->all = all;
     c->ranks = ranks;
     c->rank = my_rank;
-    if (n && ranks > 1) {
-        c->n = *n;
+    if (all->has_nccl && nccl_open(&c->n, nccl_path)) {
         if (my_rank == 0) {
-            nccl_must(n, n->unique_id(&all->id), "ncclGetUniqueId");
+            nccl_must(&c->n, c->n.unique_id(&all->id), "ncclGetUniqueId");
         }
         comm_wait(c);
-        nccl_must(n, n->init(&c->nccl_comm, ranks, all->id, my_rank), "ncclCommInitRank");
+        nccl_must(&c->n, c->n.init(&c->nccl_comm, ranks, all->id, my_rank), "ncclCommInitRank");
     }
 }
 
@@ -1080,7 +1080,7 @@ static void run_size(const comm* c, uint64_t values, uint64_t source, int64_t to
 
 enum { RANK_MISMATCHED = 3 }; // exit code of a rank that ran to its end all the same
 
-static int run_rank(shared* all, int32_t ranks, int cards, const nccl* n, const char* library) {
+static int run_rank(shared* all, int32_t ranks, const char* nccl_path, const char* library) {
     static machine m;
     int64_t sizes[] = {2048, 8192, 16384};
     uint16_t *values, *queries;
@@ -1088,8 +1088,8 @@ static int run_rank(shared* all, int32_t ranks, int cards, const nccl* n, const 
     size_t value_bytes = (size_t)SOURCE_TOKENS * KMLA_BF16_BYTES;
     size_t query_bytes = (size_t)ROWS * MOST_HEADS * KMLA_BF16_BYTES;
     comm c;
-    machine_open(&m, library, cards > 0 ? my_rank % cards : -1);
-    comm_open(&c, &m, all, ranks, n);
+    machine_open(&m, library, all->cards > 0 ? my_rank % all->cards : -1);
+    comm_open(&c, &m, all, ranks, nccl_path);
     if (!m.gpu || !m.cuda.can_time) { // a host, or a driver that only emulates a card: small
         sizes[0] = 100;
         sizes[1] = 0;
@@ -1130,14 +1130,16 @@ static int run_rank(shared* all, int32_t ranks, int cards, const nccl* n, const 
 // Processes
 // =============================================================================
 
-// Counts the cards in a process of its own: one that has touched CUDA must not fork ranks.
-static int count_cards(shared* all, const char* library) {
+// Looks for GPUs and NCCL in a process of its own: one that has touched CUDA must not fork ranks.
+static void look_around(shared* all, const char* nccl_path, const char* library) {
     pid_t child = fork();
     if (child == 0) {
+        nccl n;
         driver cuda;
         const char* why_not;
         if (driver_open(&cuda, library, &why_not)) {
             cuda.device_count(&all->cards);
+            all->has_nccl = nccl_open(&n, nccl_path);
         } else {
             printf("no GPU: %s\n", why_not);
             fflush(stdout);
@@ -1145,7 +1147,6 @@ static int count_cards(shared* all, const char* library) {
         _exit(0);
     }
     waitpid(child, NULL, 0);
-    return all->cards;
 }
 
 // Waits for all ranks. One that did not come to its end ends the others, which would wait for it
@@ -1174,11 +1175,10 @@ static int usage(void) {
 
 int main(int count, char** words) {
     const char *library = NULL, *nccl_path = NULL;
-    static nccl n;
     pthread_barrierattr_t attributes;
     pid_t children[MOST_RANKS];
     int32_t ranks = 0;
-    int memory = 0, has_nccl, cards, failed;
+    int memory = 0, failed;
     shared* all;
     for (int i = 1; i < count; i++) {
         if (strcmp(words[i], "--memory") == 0) {
@@ -1205,16 +1205,17 @@ int main(int count, char** words) {
         fprintf(stderr, "no shared memory\n");
         return 1;
     }
-    cards = count_cards(all, library);
-    ranks = ranks ? ranks : cards > MOST_RANKS ? MOST_RANKS : cards ? cards : 3;
-    has_nccl = cards > 0 && ranks > 1 && !memory && nccl_open(&n, nccl_path);
-    if (cards > 0 && ranks > 1 && !memory && !has_nccl) {
+    look_around(all, nccl_path, library);
+    ranks = ranks ? ranks : all->cards > MOST_RANKS ? MOST_RANKS : all->cards ? all->cards : 3;
+    if (all->cards > 0 && ranks > 1 && !memory && !all->has_nccl) {
         printf("no NCCL: %s was not found or lacks a function; --nccl PATH names another\n",
                nccl_path ? nccl_path : "libnccl.so.2");
-    } else if (has_nccl && ranks > cards && !nccl_path) {
-        printf("no NCCL: it wants a GPU for each of %d ranks, there are %d\n", (int)ranks, cards);
-        has_nccl = 0;
+    } else if (all->has_nccl && !memory && ranks > all->cards && !nccl_path) {
+        printf("no NCCL: it wants a GPU for each of %d ranks, there are %d\n", (int)ranks,
+               all->cards);
+        memory = 1;
     }
+    all->has_nccl = all->has_nccl && !memory && ranks > 1;
     fflush(stdout);
     pthread_barrierattr_init(&attributes);
     pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -1222,7 +1223,7 @@ int main(int count, char** words) {
     for (my_rank = 0; my_rank < ranks; my_rank++) {
         children[my_rank] = fork();
         if (children[my_rank] == 0) {
-            exit(run_rank(all, ranks, cards, has_nccl ? &n : NULL, library));
+            exit(run_rank(all, ranks, nccl_path, library));
         }
     }
     failed = wait_for_ranks(children, ranks);

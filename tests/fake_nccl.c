@@ -262,7 +262,8 @@ static int in_own_place(const comm* c, const void* part, const void* whole, size
            at == begin + n * (size_t)c->rank;
 }
 
-EXPORT int ncclAllGather(const void* from, void* to, size_t count, int type, comm* c, void* stream) {
+EXPORT int ncclAllGather(const void* from, void* to, size_t count, int type, comm* c,
+                         void* stream) {
     const call what = {ALL_GATHER, (const uint8_t*)from, (uint8_t*)to, count, 0};
     (void)stream;
     return type == TYPE_BYTE && in_own_place(c, from, to, count) ? add_call(c, what)
