@@ -263,6 +263,15 @@ static void test_dl_vectors(void) {
                         dealt[i].length, 1, &dealt[i].local[rank]);
         }
     }
+    static const int32_t bad[][3] = {{-1, 0, 1}, {4, 4, 1}, {4, -1, 1}, {4, 0, -1}};
+    for (int i = 0; i < COUNT(bad); i++) {
+        ref_case c = plain_case(1, 64);
+        kmla_plan plan;
+        kmla_error error;
+        c.shape.lengths = global_rule(KMLA_ROWS_CAUSAL, bad[i][0], bad[i][1], bad[i][2]);
+        expect(kmla_plan_decode(&c.shape, backend_card(), &plan, &error) == KMLA_ERROR_ARGUMENT,
+               "rank %d of %d, interleave %d is planned", bad[i][1], bad[i][0], bad[i][2]);
+    }
     expect_ends(global_rule(KMLA_ROWS_CAUSAL, 2, 1, 1), 10, 3, verify); // DL-03
     expect_ends(global_rule(KMLA_ROWS_CAUSAL, 4, 3, 2), 17, 4, fourteen_on);
 }
