@@ -139,33 +139,46 @@ void mma_f16(void* const operands[32]) { mma<f16_to_float>(operands); }
 
 void mma_bf16(void* const operands[32]) { mma<bf16_to_float>(operands); }
 
-// Lane gets elements 2 (lane % 4) and the next of row lane / 4, of each matrix.
-void load_matrix_x4(void* const operands[32]) {
+// Element of a matrix's row, whose address a lane gave.
+static uint16_t* element(void* const operands[32], void* row_of(void* operand), int matrix, int row,
+                         int column) {
+    return (uint16_t*)row_of(operands[matrix * 8 + row]) + column;
+}
+
+// Lane gets elements 2 (lane % 4) and the next of row lane / 4, or transposed of that column, of
+// each matrix.
+static void load_matrix(void* const operands[32], bool transposed) {
     unsigned result[32][4];
-    for (int lane = 0; lane < 32; ++lane) {
-        for (int matrix = 0; matrix < 4; ++matrix) {
-            int owner = matrix * 8 + lane / 4; // the lane that named the row
-            const void* row = ((const load_matrix_operand*)operands[owner])->row;
-            memcpy(&result[lane][matrix], (const char*)row + lane % 4 * 4, 4);
-        }
+    for (int i = 0; i < 32 * 4 * 2; ++i) {
+        int lane = i / 8, matrix = i / 2 % 4, half = i % 2;
+        int row = transposed ? lane % 4 * 2 + half : lane / 4;
+        int column = transposed ? lane / 4 : lane % 4 * 2 + half;
+        uint16_t* from = element(
+            operands, [](void* its) { return (void*)((load_matrix_operand*)its)->row; }, matrix,
+            row, column);
+        memcpy((uint16_t*)&result[lane][matrix] + half, from, 2);
     }
     for (int lane = 0; lane < 32; ++lane) {
         memcpy(((load_matrix_operand*)operands[lane])->result, result[lane], 16);
     }
 }
 
-// Thread t's pair i is elements 2 (t % 4) and the next of *column* t / 4 of matrix i.
-void store_matrix_x2_transposed(void* const operands[32]) {
-    for (int lane = 0; lane < 32; ++lane) {
-        const store_matrix_operand* mine = (const store_matrix_operand*)operands[lane];
-        for (int i = 0; i < 4; ++i) {                     // matrix i / 2
-            int owner = i / 2 * 8 + lane % 4 * 2 + i % 2; // the lane that named the row
-            uint16_t* row = (uint16_t*)((const store_matrix_operand*)operands[owner])->row;
-            row[lane / 4] = (uint16_t)(mine->pairs[i / 2] >> i % 2 * 16);
-        }
+void load_matrix_x4(void* const operands[32]) { load_matrix(operands, false); }
+
+void load_matrix_x4_transposed(void* const operands[32]) { load_matrix(operands, true); }
+
+// Lane's pair i is elements 2 (lane % 4) and the next of *column* lane / 4 of matrix i.
+void store_matrix_transposed(void* const operands[32]) {
+    int matrices = ((const store_matrix_operand*)operands[0])->matrices;
+    for (int i = 0; i < 32 * matrices * 2; ++i) {
+        int lane = i / (2 * matrices), matrix = i / 2 % matrices, half = i % 2;
+        uint16_t* to = element(
+            operands, [](void* its) { return ((store_matrix_operand*)its)->row; }, matrix,
+            lane % 4 * 2 + half, lane / 4);
+        *to = (uint16_t)(((store_matrix_operand*)operands[lane])->pairs[matrix] >> half * 16);
     }
-    for (int lane = 0; lane < 16; ++lane) {
-        note_store(((const store_matrix_operand*)operands[lane])->row, here.thread / 32 * 32, 32);
+    for (int i = 0; i < matrices * 8; ++i) {
+        note_store(((store_matrix_operand*)operands[i])->row, here.thread / 32 * 32, 32);
     }
 }
 

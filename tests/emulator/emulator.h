@@ -33,9 +33,16 @@ void check_shared(const char* instruction, const void* pointer, unsigned bytes, 
 // at a time abort.
 typedef void (*warp_work)(void* const operands[32]);
 void warp_together(const char* instruction, warp_work work, void* operand);
+// The same for some lanes, a bit each; the operands of others are null.
+void lanes_together(const char* instruction, unsigned lanes, warp_work work, void* operand);
 
 // Barrier of the threads of the block that have not ended; true if any predicate was.
 bool sync_block(const char* instruction, bool predicate);
+// Barrier 1 to 15, of warps that have `threads` threads between them; some need not wait for it.
+void named_barrier_arrive(const char* instruction, unsigned id, unsigned threads, bool waits);
+
+// To `count` registers a lane, by a whole warpgroup; taking some waits until others released them.
+void change_registers(const char* instruction, unsigned count, bool takes);
 
 // ---- asynchronous copies: the destination is poison until the copy is waited for
 
@@ -45,7 +52,10 @@ void copy_async_wait(int pending);
 
 void barrier_init(unsigned long long* barrier, unsigned arrivals);
 void barrier_init_fence();
+void barrier_arrive(unsigned long long* barrier);
+void barrier_expect(unsigned long long* barrier, unsigned bytes); // without an arrival
 void barrier_arrive_expect(unsigned long long* barrier, unsigned bytes);
+void copy_arrive(unsigned long long* barrier); // once this thread's copies so far have landed
 void barrier_wait(unsigned long long* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long long* barrier);
 
@@ -70,6 +80,9 @@ void fence_async_reads();
 // To 16 bytes of shared memory, by some consecutive threads, who have to fence_async_reads().
 void note_store(const void* shared, int first_thread, int threads);
 void forget_stores(const void* shared, unsigned bytes);
+
+// Aborts if another warp of the warpgroup did something else in place of this.
+void same_in_warpgroup(const char* instruction, int number);
 
 void wgmma_start_block();
 void wgmma_end_block();
@@ -101,13 +114,15 @@ struct load_matrix_operand {
     const void* row;  // row lane % 8 of matrix lane / 8
 };
 void load_matrix_x4(void* const operands[32]);
+void load_matrix_x4_transposed(void* const operands[32]);
 
-// Two 8x8 matrices of 16-bit elements, transposed
+// One, two or four 8x8 matrices of 16-bit elements, transposed
 struct store_matrix_operand {
-    void* row; // lanes 0 to 15: row lane % 8 of matrix lane / 8
-    unsigned pairs[2];
+    void* row; // lanes 0 to 8 * matrices - 1: row lane % 8 of matrix lane / 8
+    int matrices;
+    unsigned pairs[4];
 };
-void store_matrix_x2_transposed(void* const operands[32]);
+void store_matrix_transposed(void* const operands[32]);
 
 // A warp's rows of a wgmma: d[32][count] += a * b[n][16]
 void wgmma_multiply(const struct wgmma_operand lanes[32], const unsigned (*a)[4],
@@ -121,11 +136,13 @@ struct kernel {
     void (*run)(const void* args);
     unsigned args_bytes;
     int max_threads;
+    int min_blocks; // of an SM
     const kernel* next;
 
     kernel(const char* name, void (*run)(const void* args), unsigned args_bytes, int max_threads,
-           const kernel*& list)
-        : name(name), run(run), args_bytes(args_bytes), max_threads(max_threads), next(list) {
+           int min_blocks, const kernel*& list)
+        : name(name), run(run), args_bytes(args_bytes), max_threads(max_threads),
+          min_blocks(min_blocks), next(list) {
         list = this;
     }
 };

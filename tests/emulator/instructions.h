@@ -1,5 +1,5 @@
-// Stands in for tools/device/instructions.cuh: the same names, in the same order, for a block that
-// runs as fibers. `make check` fails if a signature differs.
+// Stands in for tools/device/instructions.cuh: the same names, in the same order, and some more, for
+// a block that runs as fibers. `make check` fails if a wrapper lacks or its signature differs.
 
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -23,7 +23,7 @@ static const emulator::kernel* kernels; // of this file, last first
     static void name(const args_type& args);                                                       \
     static emulator::kernel name##_entry(                                                          \
         #name, [](const void* args) { name(*(const args_type*)args); }, sizeof(args_type),         \
-        threads, kernels);                                                                         \
+        threads, blocks, kernels);                                                                         \
     static void name(const args_type& args)
 
 struct alignas(8) word2 {
@@ -41,6 +41,8 @@ KMLA_DEVICE int block_y() { return emulator::here.block[1]; }
 KMLA_DEVICE int block_z() { return emulator::here.block[2]; }
 KMLA_DEVICE int grid_x() { return emulator::here.grid[0]; }
 
+KMLA_DEVICE int opaque(int value) { return value; }
+
 KMLA_DEVICE uint8_t* shared_memory() { return emulator::here.shared; }
 
 KMLA_DEVICE uint32_t shared_address(const void* pointer) {
@@ -53,41 +55,80 @@ KMLA_DEVICE void sync_block() { emulator::sync_block("sync_block", false); }
 KMLA_DEVICE bool sync_block_or(bool predicate) {
     return emulator::sync_block("sync_block_or", predicate);
 }
-KMLA_DEVICE uint32_t ballot(bool predicate) {
+KMLA_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
+    emulator::named_barrier_arrive("named_barrier_sync", id, threads, true);
+}
+KMLA_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    emulator::named_barrier_arrive("named_barrier_arrive", id, threads, false);
+}
+KMLA_DEVICE void sync_warp() {
+    emulator::warp_together("sync_warp", [](void* const*) {}, nullptr);
+}
+KMLA_DEVICE uint32_t ballot_among(uint32_t lanes, bool predicate) {
     struct operand {
         bool predicate;
         uint32_t result;
     } mine = {predicate, 0};
-    emulator::warp_together(
-        "ballot",
-        [](void* const* lanes) {
+    emulator::lanes_together(
+        "ballot", lanes,
+        [](void* const* operands) {
             uint32_t votes = 0;
             for (int i = 0; i < 32; ++i) {
-                votes |= (uint32_t)((operand*)lanes[i])->predicate << i;
+                votes |= (uint32_t)(operands[i] && ((operand*)operands[i])->predicate) << i;
             }
             for (int i = 0; i < 32; ++i) {
-                ((operand*)lanes[i])->result = votes;
+                if (operands[i]) {
+                    ((operand*)operands[i])->result = votes;
+                }
+            }
+        },
+        &mine);
+    return mine.result;
+}
+KMLA_DEVICE uint32_t ballot(bool predicate) { return ballot_among(0xffffffffu, predicate); }
+KMLA_DEVICE uint32_t maximum_among(uint32_t lanes, uint32_t value) {
+    struct operand {
+        uint32_t value, result;
+    } mine = {value, 0};
+    emulator::lanes_together(
+        "maximum_among", lanes,
+        [](void* const* operands) {
+            for (int i = 0; i < 32 * 32; ++i) {
+                operand *to = (operand*)operands[i / 32], *from = (operand*)operands[i % 32];
+                if (to && from && from->value > to->result) {
+                    to->result = from->value;
+                }
             }
         },
         &mine);
     return mine.result;
 }
 // All shuffles: lane i gets the value of the lane it names.
-template <typename type> static inline type emulator_shuffle(type value, int source) {
+template <typename type>
+static inline type emulator_shuffle(type value, int source, uint32_t lanes = 0xffffffffu) {
     struct operand {
         type value, result;
         int source;
     } mine = {value, value, source & 31};
-    emulator::warp_together(
-        "shuffle",
-        [](void* const* lanes) {
+    emulator::lanes_together(
+        "shuffle", lanes,
+        [](void* const* operands) {
             for (int i = 0; i < 32; ++i) {
-                operand* lane = (operand*)lanes[i];
-                lane->result = ((operand*)lanes[lane->source])->value;
+                operand* lane = (operand*)operands[i];
+                if (lane && !operands[lane->source]) {
+                    emulator::die("shuffle: lane %d from lane %d, which takes no part", i,
+                                  lane->source);
+                }
+                if (lane) {
+                    lane->result = ((operand*)operands[lane->source])->value;
+                }
             }
         },
         &mine);
     return mine.result;
+}
+KMLA_DEVICE uint32_t shuffle_among(uint32_t lanes, uint32_t value, int lane) {
+    return emulator_shuffle(value, lane, lanes);
 }
 KMLA_DEVICE float shuffle_xor(float value, int mask) {
     return emulator_shuffle(value, thread_index() ^ mask);
@@ -120,6 +161,8 @@ KMLA_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
 KMLA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 KMLA_DEVICE float divide(float a, float b) { return a / b; }
 KMLA_DEVICE float multiply(float a, float b) { return a * b; }
+
+KMLA_DEVICE float reciprocal(float value) { return 1 / value; }
 
 KMLA_DEVICE float exp2_fast(float value) { return emulator::exp2_ftz(value); }
 
@@ -159,6 +202,10 @@ KMLA_DEVICE uint32_t minimum_f16x2(uint32_t a, uint32_t b) {
                                                                << 16;
 }
 
+KMLA_DEVICE uint32_t maximum_f16x2(uint32_t a, uint32_t b) {
+    return minimum_f16x2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u;
+}
+
 #if KMLA_HAS_E4M3_CONVERT
 KMLA_DEVICE void e4m3x4_to_f16x2(uint32_t codes, uint32_t& low, uint32_t& high) {
     low = emulator::e4m3_to_f16(codes & 0xff) | emulator::e4m3_to_f16(codes >> 8 & 0xff) << 16;
@@ -184,6 +231,13 @@ KMLA_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {
     emulator::warp_together("load_matrix_x4", emulator::load_matrix_x4, &mine);
 }
 
+KMLA_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
+    emulator::check_shared("load_matrix_x4_transposed", row, 16, 16);
+    emulator::load_matrix_operand mine = {r, row};
+    emulator::warp_together("load_matrix_x4_transposed", emulator::load_matrix_x4_transposed,
+                            &mine);
+}
+
 // ---- copies from global to shared memory
 
 KMLA_DEVICE void copy_async_16(void* shared, const void* global, bool read) {
@@ -200,6 +254,11 @@ KMLA_DEVICE void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     emulator::barrier_init(barrier, arrivals);
 }
 KMLA_DEVICE void barrier_init_fence() { emulator::barrier_init_fence(); }
+KMLA_DEVICE void barrier_arrive(uint64_t* barrier) { emulator::barrier_arrive(barrier); }
+KMLA_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    emulator::barrier_expect(barrier, bytes);
+}
+KMLA_DEVICE void copy_arrive(uint64_t* barrier) { emulator::copy_arrive(barrier); }
 KMLA_DEVICE void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     emulator::barrier_arrive_expect(barrier, bytes);
 }
@@ -234,13 +293,35 @@ KMLA_DEVICE void wgmma_bf16(float (&d)[count], const uint32_t (&a)[4], uint64_t 
     emulator::wgmma({d, count, a, b, add, true});
 }
 
-KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {
-    if (thread_index() % 32 < 16) {
-        emulator::check_shared("store_matrix_x2_transposed", row, 16, 16);
+static inline void emulator_store_matrix(const char* name, emulator::store_matrix_operand mine) {
+    if (thread_index() % 32 < mine.matrices * 8) {
+        emulator::check_shared(name, mine.row, 16, 16);
     }
-    emulator::store_matrix_operand mine = {row, {low, high}};
-    emulator::warp_together("store_matrix_x2_transposed", emulator::store_matrix_x2_transposed,
-                            &mine);
+    emulator::warp_together(name, emulator::store_matrix_transposed, &mine);
+}
+KMLA_DEVICE void store_matrix_x1_transposed(void* row, uint32_t pair) {
+    emulator_store_matrix("store_matrix_x1_transposed", {row, 1, {pair}});
+}
+KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {
+    emulator_store_matrix("store_matrix_x2_transposed", {row, 2, {low, high}});
+}
+KMLA_DEVICE void store_matrix_x4_transposed(void* row, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+    emulator_store_matrix("store_matrix_x4_transposed", {row, 4, {r0, r1, r2, r3}});
+}
+// By shared_address.
+KMLA_DEVICE void store_matrix_x2_transposed(uint32_t row, uint32_t r0, uint32_t r1) {
+    store_matrix_x2_transposed((void*)(shared_memory() + row), r0, r1);
+}
+KMLA_DEVICE void store_matrix_x4_transposed(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+    store_matrix_x4_transposed((void*)(shared_memory() + row), r0, r1, r2, r3);
+}
+template <uint32_t count> KMLA_DEVICE void registers_release() {
+    emulator::change_registers("registers_release", count, false);
+}
+template <uint32_t count> KMLA_DEVICE void registers_take() {
+    emulator::change_registers("registers_take", count, true);
 }
 KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
 #endif

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <deque>
 #include <mutex>
 #include <numeric>
 #include <vector>
@@ -114,12 +115,13 @@ struct mbarrier {
 static_assert(sizeof(mbarrier) == 8, "");
 static const unsigned mbarrier_valid = 0x2a;
 
-struct small_copy { // cp.async
+struct small_copy { // cp.async, or the arrival of those before it
     void* shared;
     const void* global;
     int bytes;
     bool read;
     int group;
+    mbarrier* barrier; // where it arrives, or null
 };
 
 struct bulk_copy { // cp.async.bulk
@@ -137,18 +139,31 @@ struct thread {
     const char* waits_for; // name of the instruction, for messages
     mbarrier* barrier;     // that it waits for, or null
     unsigned parity;
-    std::vector<small_copy> copies; // in flight, oldest first
+    unsigned named_barrier;         // that it waits for, or 0
+    std::deque<small_copy> copies;  // in flight, oldest first
     int groups;                     // committed so far
+};
+
+// An instruction that some lanes of a warp do together.
+struct gathering {
+    unsigned lanes, arrived;
+    const char* instruction;
+    warp_work work;
+    void* operands[32]; // null for other lanes
 };
 
 struct warp {
     unsigned runnable;    // lanes that can go on
     unsigned on_mbarrier; // lanes that wait for one
-    // The instruction that lanes gather at.
-    unsigned arrived;
-    const char* instruction;
-    warp_work work;
-    void* operands[32];
+    unsigned registers;   // a lane has
+    unsigned wanted;      // registers a lane is to have
+    gathering gatherings[32]; // each at its lowest lane
+};
+
+struct named_barrier {
+    unsigned expected, arrived; // threads
+    unsigned warps;             // that arrived
+    unsigned phase;
 };
 
 place here;
@@ -169,6 +184,9 @@ static struct {
     bool waited_dependency; // any thread has
     bool met;               // a warp-wide instruction was just done
     std::vector<bulk_copy> copies;
+    int copy_arrivals; // of cp.async, still to come
+    named_barrier named[16];
+    unsigned free_registers; // that warps have released
 } block;
 
 // ---- random numbers (xorshift64*)
@@ -315,7 +333,6 @@ static void fiber() {
 #endif
     for (;;) {
         running->what->run(running->args);
-        current->copies.clear();
         --block.alive;
         if (block.alive > 0 && block.at_barrier == block.alive) {
             release_block_barrier();
@@ -328,23 +345,31 @@ static void fiber() {
 // Meeting points
 // =============================================================================
 
-void warp_together(const char* instruction, warp_work work, void* operand) {
-    warp& mine = warp_of(*current);
-    if (mine.arrived && mine.work != work) {
-        die("%s, while other lanes of the warp are at %s", instruction, mine.instruction);
+void lanes_together(const char* instruction, unsigned lanes, warp_work work, void* operand) {
+    if (!(lanes & lane_bit(*current))) {
+        die("%s of lanes 0x%x, without this one", instruction, lanes);
     }
-    mine.instruction = instruction;
-    mine.work = work;
-    mine.operands[current->index % 32] = operand;
-    mine.arrived |= lane_bit(*current);
-    if (mine.arrived != all_lanes) {
+    warp& mine = warp_of(*current);
+    gathering& all = mine.gatherings[__builtin_ctz(lanes)];
+    if (!all.arrived) {
+        all = gathering{lanes, 0, instruction, work, {}};
+    } else if (all.work != work || all.lanes != lanes) {
+        die("%s, while other lanes of the warp are at %s", instruction, all.instruction);
+    }
+    all.operands[current->index % 32] = operand;
+    all.arrived |= lane_bit(*current);
+    if (all.arrived != lanes) {
         wait_here(instruction);
         return;
     }
-    work(mine.operands);
-    mine.arrived = 0;
-    mine.runnable = all_lanes;
+    work(all.operands);
+    all.arrived = 0;
+    mine.runnable |= lanes;
     block.met = true;
+}
+
+void warp_together(const char* instruction, warp_work work, void* operand) {
+    lanes_together(instruction, all_lanes, work, operand);
 }
 
 static void release_block_barrier() {
@@ -373,6 +398,116 @@ bool sync_block(const char* instruction, bool predicate) {
     return block.result; // the next barrier cannot end before this thread comes to it
 }
 
+// ---- barriers of some warps
+
+struct named_operand {
+    const char* instruction;
+    unsigned id, threads, phase;
+};
+
+static void arrive_at_named_barrier(void* const operands[32]) {
+    const named_operand first = *(const named_operand*)operands[0];
+    named_barrier& barrier = block.named[first.id];
+    unsigned this_warp = 1u << here.thread / 32;
+    for (int lane = 0; lane < 32; ++lane) {
+        named_operand& mine = *(named_operand*)operands[lane];
+        if (mine.id != first.id || mine.threads != first.threads) {
+            die("%s: lanes of a warp have other operands", first.instruction);
+        }
+        mine.phase = barrier.phase;
+    }
+    if (barrier.arrived > 0 && barrier.expected != first.threads) {
+        die("%s %u: %u threads, where others have %u", first.instruction, first.id, first.threads,
+            barrier.expected);
+    }
+    if (barrier.warps & this_warp) {
+        die("%s %u: this warp is there already", first.instruction, first.id);
+    }
+    barrier.expected = first.threads;
+    barrier.arrived += 32;
+    barrier.warps |= this_warp;
+    if (barrier.arrived < barrier.expected) {
+        return;
+    }
+    barrier = named_barrier{0, 0, 0, barrier.phase + 1};
+    for (int i = 0; i < running->threads; ++i) {
+        if (threads[i].named_barrier == first.id) {
+            threads[i].named_barrier = 0;
+            warp_of(threads[i]).runnable |= lane_bit(threads[i]);
+        }
+    }
+}
+
+void named_barrier_arrive(const char* instruction, unsigned id, unsigned count, bool waits) {
+    named_operand mine = {instruction, id, count, 0};
+    if (id < 1 || id > 15) {
+        die("%s: barrier %u is not one of 1 to 15", instruction, id);
+    }
+    if (count == 0 || count % 32 || count > (unsigned)running->threads) {
+        die("%s: %u threads are not some warps of the block", instruction, count);
+    }
+    warp_together(instruction, arrive_at_named_barrier, &mine);
+    if (waits && block.named[id].phase == mine.phase) {
+        current->named_barrier = id;
+        wait_here(instruction);
+    }
+}
+
+// =============================================================================
+// Registers: a warpgroup releases some, another takes them
+// =============================================================================
+
+static const unsigned sm_registers = 65536;
+static const char* const free_registers_name = "registers_take, until others release some";
+
+// Of a lane, at the start: what the launch bounds leave.
+static unsigned first_registers() {
+    unsigned of_lane = sm_registers / (unsigned)(running->what->max_threads *
+                                                 running->what->min_blocks) / 8 * 8;
+    return of_lane < 256 ? of_lane : 256;
+}
+
+// To warps that want more than they have, as far as there are some.
+static void give_registers() {
+    for (int i = 0; i < running->threads; ++i) {
+        warp& its = warp_of(threads[i]);
+        unsigned missing = (its.wanted - its.registers) * 32;
+        if (missing <= block.free_registers) {
+            block.free_registers -= missing;
+            its.registers = its.wanted;
+        }
+        if (threads[i].waits_for == free_registers_name && its.registers == its.wanted) {
+            its.runnable |= lane_bit(threads[i]);
+        }
+    }
+}
+
+static void change_registers_of_warp(void* const operands[32]) {
+    unsigned count = *(const unsigned*)operands[0];
+    warp& mine = warp_of(*current);
+    same_in_warpgroup("change_registers", (int)count);
+    mine.wanted = count;
+    if (count < mine.registers) {
+        block.free_registers += (mine.registers - count) * 32;
+        mine.registers = count;
+    }
+    give_registers();
+}
+
+void change_registers(const char* instruction, unsigned count, bool takes) {
+    unsigned before = warp_of(*current).registers;
+    if (count < 24 || count > 256 || count % 8) {
+        die("%s: %u is not a multiple of 8 from 24 to 256", instruction, count);
+    }
+    if (takes ? count < before : count > before) {
+        die("%s: %u registers, where the warp has %u", instruction, count, before);
+    }
+    warp_together(instruction, change_registers_of_warp, &count);
+    if (warp_of(*current).registers != count) {
+        wait_here(free_registers_name);
+    }
+}
+
 void wait_dependency() { block.waited_dependency = true; }
 
 // =============================================================================
@@ -385,24 +520,33 @@ void copy_async(void* shared, const void* global, int bytes, bool read) {
         check_global("copy_async", global, (unsigned)bytes, (unsigned)bytes);
     }
     memset(shared, 0xff, (size_t)bytes);
-    current->copies.push_back({shared, global, bytes, read, current->groups});
+    current->copies.push_back({shared, global, bytes, read, current->groups, nullptr});
 }
 
 void copy_async_commit() { ++current->groups; }
 
-void copy_async_wait(int pending) {
-    std::vector<small_copy>& copies = current->copies;
-    size_t landed = 0;
-    while (landed < copies.size() && copies[landed].group < current->groups - pending) {
-        const small_copy& copy = copies[landed++];
-        note_store(copy.shared, current->index, 1);
-        if (copy.read) {
-            memcpy(copy.shared, copy.global, (size_t)copy.bytes);
-        } else {
-            memset(copy.shared, 0, (size_t)copy.bytes);
-        }
+static void arrive(const char* instruction, mbarrier* barrier);
+
+static void land_oldest_copy(thread& owner) {
+    const small_copy copy = owner.copies.front();
+    owner.copies.pop_front();
+    if (copy.barrier) {
+        --block.copy_arrivals;
+        arrive("copy_arrive", copy.barrier);
+        return;
     }
-    copies.erase(copies.begin(), copies.begin() + (long)landed);
+    note_store(copy.shared, owner.index, 1);
+    if (copy.read) {
+        memcpy(copy.shared, copy.global, (size_t)copy.bytes);
+    } else {
+        memset(copy.shared, 0, (size_t)copy.bytes);
+    }
+}
+
+void copy_async_wait(int pending) {
+    while (!current->copies.empty() && current->copies[0].group < current->groups - pending) {
+        land_oldest_copy(*current);
+    }
 }
 
 // =============================================================================
@@ -441,17 +585,39 @@ void barrier_init(unsigned long long* word, unsigned arrivals) {
 
 void barrier_init_fence() { block.unfenced_init = false; }
 
-void barrier_arrive_expect(unsigned long long* word, unsigned bytes) {
-    mbarrier* barrier = checked_barrier("barrier_arrive_expect", word);
+static void arrive(const char* instruction, mbarrier* barrier) {
     if (barrier->pending == 0) {
-        die("barrier_arrive_expect: more arrivals than the barrier was made for");
+        die("%s: more arrivals than the barrier was made for", instruction);
     }
-    if (barrier->bytes + (int64_t)bytes >= 1 << 20) {
-        die("barrier_arrive_expect: %u bytes more are too many for a phase", bytes);
-    }
-    barrier->bytes += (int)bytes;
     barrier->pending -= 1;
     end_phase_if_complete(barrier);
+}
+
+static void expect(const char* instruction, mbarrier* barrier, unsigned bytes) {
+    if (barrier->bytes + (int64_t)bytes >= 1 << 20) {
+        die("%s: %u bytes more are too many for a phase", instruction, bytes);
+    }
+    barrier->bytes += (int)bytes;
+}
+
+void barrier_arrive(unsigned long long* word) {
+    arrive("barrier_arrive", checked_barrier("barrier_arrive", word));
+}
+
+void barrier_expect(unsigned long long* word, unsigned bytes) {
+    expect("barrier_expect", checked_barrier("barrier_expect", word), bytes);
+}
+
+void barrier_arrive_expect(unsigned long long* word, unsigned bytes) {
+    mbarrier* barrier = checked_barrier("barrier_arrive_expect", word);
+    expect("barrier_arrive_expect", barrier, bytes);
+    arrive("barrier_arrive_expect", barrier);
+}
+
+void copy_arrive(unsigned long long* word) {
+    mbarrier* barrier = checked_barrier("copy_arrive", word);
+    current->copies.push_back({nullptr, nullptr, 0, false, current->groups, barrier});
+    ++block.copy_arrivals;
 }
 
 void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long long* word) {
@@ -468,9 +634,24 @@ void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long l
     block.copies.push_back({shared, global, bytes, barrier});
 }
 
+// Whose arrival at the barrier waits for copies of its own.
+static thread* copy_arriver(const mbarrier* barrier) {
+    for (int i = 0; block.copy_arrivals > 0 && i < running->threads; ++i) {
+        for (const small_copy& copy : threads[i].copies) {
+            if (copy.barrier == barrier) {
+                return &threads[i];
+            }
+        }
+    }
+    return nullptr;
+}
+
 static bool phase_ended(mbarrier* barrier, unsigned parity) {
     if (barrier->parity != parity) {
         return true;
+    }
+    while (thread* arriver = copy_arriver(barrier)) {
+        land_oldest_copy(*arriver);
     }
     for (size_t i = 0; i < block.copies.size();) { // land what it waits for
         bulk_copy copy = block.copies[i];
@@ -552,11 +733,15 @@ static void run_block(bool change_often) {
     block.at_barrier = 0;
     block.predicate = block.unfenced_init = block.waited_dependency = false;
     block.copies.clear();
+    block.copy_arrivals = 0;
+    memset(block.named, 0, sizeof block.named);
+    block.free_registers = 0;
     for (int i = 0; i < running->threads; ++i) {
         threads[i].groups = 0;
+        threads[i].copies.clear();
     }
     for (int i = 0; i < warp_count; ++i) {
-        warps[i] = warp{all_lanes, 0, 0, nullptr, nullptr, {}};
+        warps[i] = warp{all_lanes, 0, first_registers(), first_registers(), {}};
     }
     while (block.alive > 0) {
         unsigned can_run = 0;

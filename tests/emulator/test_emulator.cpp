@@ -62,7 +62,11 @@ KMLA_KERNEL(load_matrix_kernel, buffer_args, 32, 1) {
     }
     sync_block();
     uint32_t r[4];
-    load_matrix_x4(r, row);
+    if (args.how) {
+        load_matrix_x4_transposed(r, row);
+    } else {
+        load_matrix_x4(r, row);
+    }
     for (int i = 0; i < 4; ++i) {
         args.out[lane * 4 + i] = r[i];
     }
@@ -76,6 +80,18 @@ KMLA_KERNEL(vote_kernel, buffer_args, 256, 1) {
     out[2] = (uint32_t)shuffle_xor((float)i, 8);
     out[3] = (uint32_t)(shuffle(0x100000000ull * i, 7) >> 32);
     out[4] = (uint32_t)(sync_block_or(i == args.how) ? 2 : 0) | (uint32_t)sync_block_or(false);
+}
+
+// Lanes whose number has the same remainder by 3 vote, shuffle and look for their largest apart.
+KMLA_KERNEL(subset_kernel, buffer_args, 64, 1) {
+    int lane = thread_index() % 32;
+    uint32_t among = 0, *out = args.out + thread_index() * 3;
+    for (int i = lane % 3; i < 32; i += 3) {
+        among |= 1u << i;
+    }
+    out[0] = ballot_among(among, lane < 16);
+    out[1] = shuffle_among(among, (uint32_t)thread_index(), lane % 3 + 6);
+    out[2] = maximum_among(among, (uint32_t)(1000 - thread_index()));
 }
 
 // ---- meeting
@@ -100,6 +116,33 @@ KMLA_KERNEL(lane_kernel, buffer_args, 32, 1) {
         ballot(true);
     }
     args.out[i] = shared[(i + 1) % 32];
+}
+
+// Warps 0 and 1 write what warps 2 and 3 read, round after round. Bit 0 of how: readers wait for
+// writers; bit 1: writers for readers.
+KMLA_KERNEL(named_barrier_kernel, buffer_args, 128, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    const uint32_t written = 1, read = 15;
+    int i = thread_index() % 64;
+    for (uint32_t round = 0; round < 4; ++round) {
+        if (thread_index() < 64) {
+            if (round > 0 && args.how & 2) {
+                named_barrier_sync(read, 128);
+            }
+            shared[i] = 64 * round + (uint32_t)i;
+            if (args.how & 1) {
+                named_barrier_arrive(written, 128);
+            }
+        } else {
+            if (args.how & 1) {
+                named_barrier_sync(written, 128);
+            }
+            args.out[64 * round + (uint32_t)i] = shared[63 - i];
+            if (round < 3 && args.how & 2) {
+                named_barrier_arrive(read, 128);
+            }
+        }
+    }
 }
 
 // Warps leave one by one; the others' barriers go on.
@@ -155,6 +198,67 @@ KMLA_KERNEL(copy_kernel, buffer_args, 32, 1) {
 }
 
 #if KMLA_HAS_BULK_COPY
+// Lane 0 of warp 0 feeds warp 1 through one stage of 16 bytes. Bit 0 of how: waits until it is read;
+// bit 1: announces the bytes apart from its arrival.
+KMLA_KERNEL(pipeline_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    uint64_t *full = (uint64_t*)(shared + 16), *empty = (uint64_t*)(shared + 24);
+    int lane = thread_index() % 32;
+    if (thread_index() == 0) {
+        barrier_init(full, 1);
+        barrier_init(empty, 1);
+        barrier_init_fence();
+    }
+    sync_block();
+    for (uint32_t round = 0; round < 4; ++round) {
+        if (thread_index() == 0) {
+            if (args.how & 1) {
+                barrier_wait(empty, round % 2 ^ 1);
+            }
+            if (args.how & 2) {
+                barrier_expect(full, 16);
+                copy_bulk(shared, args.in + 4 * round, 16, full);
+                barrier_arrive(full);
+            } else {
+                barrier_arrive_expect(full, 16);
+                copy_bulk(shared, args.in + 4 * round, 16, full);
+            }
+        } else if (thread_index() >= 32) {
+            barrier_wait(full, round % 2);
+            if (lane < 4) {
+                args.out[4 * round + (uint32_t)lane] = ((uint32_t*)shared)[lane];
+            }
+            sync_warp();
+            if (lane == 0) {
+                barrier_arrive(empty);
+            }
+        }
+    }
+}
+
+// Warp 0 copies 16 bytes a lane, and the barrier knows when they have landed.
+KMLA_KERNEL(copy_arrive_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    uint64_t* barrier = (uint64_t*)(shared + 512);
+    int lane = thread_index() % 32;
+    if (thread_index() == 0) {
+        barrier_init(barrier, 32);
+    }
+    sync_block();
+    if (thread_index() < 32) {
+        copy_async_16(shared + 16 * lane, args.in, lane % 2 == 0);
+        copy_arrive(barrier);
+    } else {
+        if (args.how) {
+            barrier_wait(barrier, 0);
+        } else {
+            sync_warp();
+        }
+        args.out[lane] = ((uint32_t*)shared)[4 * lane + lane / 8];
+    }
+    sync_block(); // not before the copies have begun
+}
+
 // Two phases of one barrier, 32 bytes each; bit 0 of how: waits before it reads, bit 1: for the
 // right parity, bit 2: announces the right bytes.
 KMLA_KERNEL(bulk_kernel, buffer_args, 64, 1) {
@@ -268,36 +372,79 @@ template <int count> static void wgmma_case(const wgmma_args& args) {
 
 KMLA_KERNEL(wgmma_kernel, wgmma_args, 256, 1) {
     switch (args.n) {
-    case 8:
-        wgmma_case<4>(args);
-        break;
-    case 16:
-        wgmma_case<8>(args);
-        break;
-    case 24:
-        wgmma_case<12>(args);
-        break;
-    case 32:
-        wgmma_case<16>(args);
-        break;
-    case 40:
-        wgmma_case<20>(args);
-        break;
-    default:
-        wgmma_case<128>(args);
+#define CASE(n)                                                                                    \
+    case n:                                                                                        \
+        return wgmma_case<n / 2>(args);
+        CASE(8)
+        CASE(16)
+        CASE(24)
+        CASE(32)
+        CASE(40)
+        CASE(48)
+        CASE(56)
+        CASE(64)
+        CASE(72)
+        CASE(80)
+        CASE(88)
+        CASE(96)
+        CASE(104)
+        CASE(112)
+        CASE(120)
+        CASE(128)
+        CASE(256)
+#undef CASE
     }
 }
 
 // Register i of lane l holds elements i * 64 + 2 l and the next; row r of matrix m is at word
-// 16 * (2 r + m).
+// 16 * (4 r + m). `how` is the number of matrices, negative by shared_address.
 KMLA_KERNEL(store_matrix_kernel, buffer_args, 32, 1) {
-    uint32_t lane = (uint32_t)thread_index(), low = 2 * lane | (2 * lane + 1) << 16;
-    uint8_t* row = shared_memory() + (lane % 8 * 2 + lane / 8 % 2) * 64;
-    store_matrix_x2_transposed(lane < 16 ? row : nullptr, low, low + 0x400040);
-    ballot(true);
-    if (lane < 16) {
-        for (int i = 0; i < 4; ++i) {
-            args.out[(lane % 16) * 4 + i] = ((uint32_t*)row)[i];
+    uint32_t lane = (uint32_t)thread_index(), pair[4];
+    int matrices = args.how < 0 ? -args.how : args.how;
+    uint8_t* row = shared_memory() + (lane % 8 * 4 + lane / 8) * 64;
+    void* used = (int)lane < 8 * matrices ? row : nullptr;
+    for (uint32_t i = 0; i < 4; ++i) {
+        pair[i] = (64 * i + 2 * lane) | (64 * i + 2 * lane + 1) << 16;
+    }
+    switch (args.how) {
+    case 1:
+        store_matrix_x1_transposed(used, pair[0]);
+        break;
+    case 2:
+        store_matrix_x2_transposed(used, pair[0], pair[1]);
+        break;
+    case -2:
+        store_matrix_x2_transposed(shared_address(row), pair[0], pair[1]);
+        break;
+    case 4:
+        store_matrix_x4_transposed(used, pair[0], pair[1], pair[2], pair[3]);
+        break;
+    default:
+        store_matrix_x4_transposed(shared_address(row), pair[0], pair[1], pair[2], pair[3]);
+    }
+    sync_warp();
+    for (int i = 0; used && i < 4; ++i) {
+        args.out[lane * 4 + i] = ((uint32_t*)row)[i];
+    }
+}
+
+// ---- registers move between warpgroups
+
+// 168 a lane at the start. Bit 0 of how: the first releases enough; bit 1: all four warps do.
+KMLA_KERNEL(registers_kernel, buffer_args, 384, 1) {
+    if (thread_index() >= 128) {
+        if (args.how & 2) {
+            registers_take<232>();
+        } else {
+            registers_take<200>();
+        }
+        args.out[thread_index() - 128] = (uint32_t)shared_memory()[0];
+    } else if (args.how & 2 || thread_index() < 96) {
+        shared_memory()[0] = 7; // takers wait for it
+        if (args.how & 1) {
+            registers_release<40>();
+        } else {
+            registers_release<48>();
         }
     }
 }
@@ -434,6 +581,67 @@ KMLA_KERNEL(mistake_kernel, buffer_args, 64, 1) {
     case 11:
         barrier_wait((uint64_t*)shared, 0);
         break; // poison
+#endif
+    case 12:
+        named_barrier_sync(0, 64);
+        break;
+    case 13:
+        named_barrier_sync(16, 64);
+        break;
+    case 14:
+        named_barrier_sync(1, 48);
+        break;
+    case 15: // who comes to one barrier differs about how many do
+        named_barrier_sync(1, i < 32 ? 64 : 32);
+        break;
+    case 16: // a warp twice, while the barrier still waits for the other
+        if (i < 32) {
+            named_barrier_arrive(1, 64);
+            named_barrier_sync(1, 64);
+        } else {
+            sync_block();
+        }
+        break;
+    case 17: // half a warp
+        if (i % 32 < 16) {
+            named_barrier_sync(1, 64);
+        }
+        break;
+    case 18:
+        ballot_among(0xffffu, true);
+        break;
+    case 19:
+        shuffle_among(1u << i % 32, 1, 40);
+        break;
+    case 20:
+        maximum_among(i % 32 < 16 ? 0xffffu : 0xfffffff0u, 1);
+        break;
+#if KMLA_HAS_BULK_COPY
+    case 21:
+        if (i == 0) {
+            barrier_init((uint64_t*)shared, 2);
+            barrier_init_fence();
+            barrier_expect((uint64_t*)shared, 16);
+            barrier_arrive((uint64_t*)shared);
+            barrier_arrive((uint64_t*)shared);
+            barrier_arrive((uint64_t*)shared); // one more than it was made for
+        }
+        break;
+#endif
+#if KMLA_HAS_WGMMA
+    case 22:
+        registers_release<20>();
+        break;
+    case 23:
+        registers_release<36>();
+        break;
+    case 24:
+        registers_release<24>();
+        registers_release<32>(); // that would be more
+        break;
+    case 25:
+        registers_take<24>(); // that would be fewer
+        break;
 #endif
     default:
         permute_bytes(1, 2, 0x8000);
@@ -620,16 +828,32 @@ static void test_mma(int bf16, bool integers) {
     }
 }
 
-// PTX manual, ldmatrix: thread t holds elements 2 (t % 4) and + 1 of row t / 4.
-static void test_load_matrix() {
+// PTX manual, ldmatrix: thread t holds elements 2 (t % 4) and + 1 of row t / 4, with .trans of
+// column t / 4.
+static void test_load_matrix(int transposed) {
     uint32_t out[128];
-    device::buffer_args args = {out, nullptr, 0};
+    device::buffer_args args = {out, nullptr, transposed};
     run_block("load_matrix_kernel", &args, 512);
     for (int t = 0; t < 32; ++t) {
         for (int matrix = 0; matrix < 4; ++matrix) {
-            uint32_t low = (uint32_t)(matrix * 64 + t / 4 * 8 + t % 4 * 2);
-            expect_equal("ldmatrix", out[t * 4 + matrix], low | (low + 1) << 16);
+            int along = t % 4 * 2, across = t / 4;
+            int low = matrix * 64 + (transposed ? along * 8 + across : across * 8 + along);
+            int high = low + (transposed ? 8 : 1);
+            expect_equal("ldmatrix", out[t * 4 + matrix], (uint32_t)low | (uint32_t)high << 16);
         }
+    }
+}
+
+static void test_subsets() {
+    uint32_t out[64 * 3];
+    device::buffer_args args = {out, nullptr, 0};
+    run_block("subset_kernel", &args, 0);
+    for (int i = 0; i < 64; ++i) {
+        int lane = i % 32, warp = i / 32 * 32;
+        uint32_t votes = 0x9249u << lane % 3 & 0xffff; // every third of 16
+        expect_equal("ballot of some lanes", out[i * 3], votes);
+        expect_equal("shuffle of some lanes", out[i * 3 + 1], warp + lane % 3 + 6);
+        expect_equal("maximum of some lanes", out[i * 3 + 2], 1000 - warp - lane % 3);
     }
 }
 
@@ -673,6 +897,22 @@ static int wrong_seeds(const char* kernel, int count, int ahead, int with_barrie
     return wrong;
 }
 
+static int wrong_named(int how) {
+    uint32_t out[256];
+    int wrong = 0;
+    for (unsigned seed = 0; seed < 20; ++seed) {
+        bool bad = false;
+        device::buffer_args args = {out, nullptr, how};
+        kmla_emulator_seed(seed);
+        run_block("named_barrier_kernel", &args, 256);
+        for (uint32_t i = 0; i < 256; ++i) {
+            bad |= out[i] != i / 64 * 64 + 63 - i % 64;
+        }
+        wrong += bad;
+    }
+    return wrong;
+}
+
 static void test_meetings() {
     uint32_t out[256], places[2 * 3 * 5] = {0};
     expect_equal("with a barrier", wrong_seeds("neighbour_kernel", 256, 32, 1), 0);
@@ -681,6 +921,10 @@ static void test_meetings() {
     expect_equal("with a vote", wrong_seeds("lane_kernel", 32, 1, 1), 0);
     missing = wrong_seeds("lane_kernel", 32, 1, 0);
     expect(missing >= 15, "seeds that find a missing warp barrier", missing, 15);
+
+    expect_equal("with named barriers", wrong_named(3), 0);
+    missing = wrong_named(0);
+    expect(missing >= 15, "seeds that find missing named barriers", missing, 15);
 
     device::buffer_args leaving = {out, nullptr, 0};
     memset(out, 0xee, sizeof out);
@@ -700,7 +944,7 @@ static void test_meetings() {
 // Asynchronous copies
 // =============================================================================
 
-alignas(16) static uint32_t source[16];
+alignas(16) static uint32_t source[32];
 
 static void test_copies() {
     uint32_t out[16];
@@ -721,6 +965,23 @@ static void test_copies() {
     run_block("bulk_kernel", &good, 40);
     for (int i = 0; i < 16; ++i) {
         expect_equal("bulk copy", out[i], 1000 + i);
+    }
+    for (unsigned seed = 0; seed < 20; ++seed) {
+        device::buffer_args args = {out, source, seed % 2 ? 1 : 3};
+        kmla_emulator_seed(seed);
+        run_block("pipeline_kernel", &args, 32);
+        for (int i = 0; i < 16; ++i) {
+            expect_equal("pipeline", out[i], 1000 + i);
+        }
+    }
+    for (int waits = 0; waits < 2; ++waits) {
+        uint32_t lanes[32];
+        device::buffer_args args = {lanes, source, waits};
+        run_block("copy_arrive_kernel", &args, 520);
+        for (uint32_t i = 0; i < 32; ++i) {
+            uint32_t landed = i % 2 == 0 ? 1000 + i / 8 : 0;
+            expect_equal("copy_arrive", lanes[i], waits ? landed : 0xffffffff);
+        }
     }
     for (int how = 4; how <= 5; ++how) { // no wait; a wait for the wrong parity
         device::buffer_args bad = {out, source, how};
@@ -779,15 +1040,24 @@ static void test_wgmma(int n, int bf16, int starts_from_0, int how) {
 }
 
 // PTX manual, stmatrix with .trans: thread t holds rows 2 (t % 4) and + 1 of column t / 4.
-static void test_store_matrix() {
-    uint32_t out[64];
-    device::buffer_args args = {out, nullptr, 0};
-    run_block("store_matrix_kernel", &args, 1024);
-    for (int i = 0; i < 128; ++i) {
+static void test_store_matrix(int how) {
+    uint32_t out[128];
+    device::buffer_args args = {out, nullptr, how};
+    run_block("store_matrix_kernel", &args, 2048);
+    for (int i = 0; i < 64 * abs(how); ++i) {
         int matrix = i / 64, row = i / 8 % 8, column = i % 8;
         int held_by = column * 4 + row / 2;
         expect_equal("stmatrix", out[i / 2] >> i % 2 * 16 & 0xffff,
                      matrix * 64 + held_by * 2 + row % 2);
+    }
+}
+
+static void test_registers() {
+    uint32_t out[256];
+    device::buffer_args args = {out, nullptr, 3};
+    run_block("registers_kernel", &args, 16);
+    for (int i = 0; i < 256; ++i) {
+        expect_equal("taken after they were released", out[i], 7);
     }
 }
 #endif
@@ -797,7 +1067,7 @@ static void test_store_matrix() {
 // =============================================================================
 
 static void expect_death(const char* kernel, int how, unsigned shared, const char* message) {
-    uint32_t out[16];
+    uint32_t out[256];
     char text[4096];
     size_t length = 0;
     ssize_t count;
@@ -843,7 +1113,22 @@ static void test_mistakes() {
     expect_death("mistake_kernel", 11, 64, "no initialised barrier");
     expect_death("bulk_kernel", 3, 40, "nobody can go on"); // 48 bytes announced, 32 sent
 #endif
-    expect_death("mistake_kernel", 12, 64, "has a nibble above 7");
+    expect_death("mistake_kernel", 12, 64, "barrier 0 is not one of 1 to 15");
+    expect_death("mistake_kernel", 13, 64, "barrier 16 is not one of 1 to 15");
+    expect_death("mistake_kernel", 14, 64, "48 threads are not some warps of the block");
+    expect_death("mistake_kernel", 15, 64, "threads, where others have");
+    expect_death("mistake_kernel", 16, 64, "this warp is there already");
+    expect_death("mistake_kernel", 17, 64, "nobody can go on");
+    expect_death("named_barrier_kernel", 1, 256, "this warp is there already");
+    expect_death("named_barrier_kernel", 2, 256, "this warp is there already");
+    expect_death("mistake_kernel", 18, 64, "without this one");
+    expect_death("mistake_kernel", 19, 64, "which takes no part");
+    expect_death("mistake_kernel", 20, 64, "nobody can go on");
+#if KMLA_HAS_BULK_COPY
+    expect_death("mistake_kernel", 21, 64, "more arrivals than the barrier was made for");
+    expect_death("pipeline_kernel", 2, 32, "more arrivals than the barrier was made for");
+#endif
+    expect_death("mistake_kernel", 99, 64, "has a nibble above 7");
 #if KMLA_HAS_WGMMA
     static const char* const wgmma_mistakes[] = {
         "no wgmma_fence since",
@@ -854,7 +1139,7 @@ static void test_mistakes() {
         "is not a k16 step",
         "are not in the block's 2048 bytes",
         "base offset 1 is not emulated",
-        "where another of its warpgroup had",
+        "where another warp had",
         "where another warp of the warpgroup has",
         "no fence_async_reads by thread",
         "no fence_async_reads by thread",
@@ -866,6 +1151,12 @@ static void test_mistakes() {
     for (int i = 0; i < 16; ++i) {
         expect_death("wgmma_mistake_kernel", i, 2048, wgmma_mistakes[i]);
     }
+    expect_death("mistake_kernel", 22, 64, "20 is not a multiple of 8 from 24 to 256");
+    expect_death("mistake_kernel", 23, 64, "36 is not a multiple of 8 from 24 to 256");
+    expect_death("mistake_kernel", 24, 64, "32 registers, where the warp has 24");
+    expect_death("mistake_kernel", 25, 64, "24 registers, where the warp has 256");
+    expect_death("registers_kernel", 1, 16, "where another warp had");
+    expect_death("registers_kernel", 2, 16, "nobody can go on");
 #endif
 }
 
@@ -874,17 +1165,22 @@ int main() {
     for (int i = 0; i < 8; ++i) {
         test_mma(i % 2, i / 2 % 2);
     }
-    test_load_matrix();
+    test_load_matrix(0);
+    test_load_matrix(1);
     test_votes();
+    test_subsets();
     test_meetings();
     test_copies();
 #if KMLA_HAS_WGMMA
-    for (int n : {8, 16, 24, 32, 40, 256}) {
-        for (int how = 0; how < 16; ++how) {
+    for (int n = 8; n <= 256; n += n < 128 ? 8 : 128) {
+        for (int how = n / 8 % 3; how < 16; how += 3) {
             test_wgmma(n, how / 8, how / 4 % 2, how % 4);
         }
     }
-    test_store_matrix();
+    for (int how : {1, 2, -2, 4, -4}) {
+        test_store_matrix(how);
+    }
+    test_registers();
 #endif
     test_mistakes();
     printf("emulator's own instructions sm_%d: %d cases, %d failed\n", KMLA_ARCH, cases, failures);

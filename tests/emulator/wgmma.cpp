@@ -67,6 +67,8 @@ static void take_step(const step& mine) {
     }
 }
 
+void same_in_warpgroup(const char* instruction, int number) { take_step({instruction, number, 0}); }
+
 // =============================================================================
 // Proxies: wgmma reads shared memory past what other instructions wrote, unless the threads that
 // wrote fence. Only the stores of cp.async and stmatrix are seen; plain ones are not.
@@ -297,7 +299,7 @@ void wgmma_start_block() {
 void wgmma_end_block() {
     for (int i = 0; i < max_warps; ++i) {
         if (states[i].steps != logs[i / 4].size()) {
-            die("warp %d ended after %zu wgmma instructions, where another of its warpgroup had "
+            die("warp %d ended after %zu instructions of its warpgroup, where another warp had "
                 "%zu; the next: %s",
                 i, states[i].steps, logs[i / 4].size(), logs[i / 4][states[i].steps].instruction);
         }

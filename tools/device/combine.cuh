@@ -4,9 +4,9 @@
 
 KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
     if (args.share > 0) {
-        weighted_share(args);
+        weighted_sum<false, true>(args);
     } else {
-        weighted_sum<false>(args);
+        weighted_sum<false, false>(args);
     }
 }
 

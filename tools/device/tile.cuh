@@ -21,9 +21,11 @@ constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
                                : KMLA_I_PITCH_BF16;
 constexpr int kStages = KMLA_STAGES;
 constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM
-constexpr int kWarps = KMLA_I_READER_THREADS / 32;
-constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS : KMLA_I_STEP_TOKENS;
-constexpr int kWarpTokens = kStep / kWarps; // of a step, for look-ups and copies
+constexpr int kWarps = (kHopper ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;
+constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS
+                      : kBf16 ? KMLA_I_STEP_TOKENS
+                              : KMLA_I_FP8_STEP_TOKENS;
+constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies
 constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
 constexpr int kLanesPerVector = kHopper ? 4 : 8; // that know a vector's range
 
@@ -76,32 +78,37 @@ struct tile_facts : tile_bounds {
 struct vector_range {
     int begin, end, whole, unused;
 };
-// A bit a token of a step: it exists. Byte or word w is of warp w's tokens.
-typedef uint16_t warp_mask;
 
+constexpr int kMaskBytes = kHopper ? 4 : 16; // of a stage: which of its tokens exist
 constexpr int kMasksAt = (8 * kStages + 15) / 16 * 16;
-constexpr int kFactsAt = kMasksAt + kStages * kWarps * (int)sizeof(warp_mask);
-constexpr int kRangesAt = KMLA_I_MISC_BYTES;
+constexpr int kFactsAt = (kMasksAt + kStages * kMaskBytes + 15) / 16 * 16;
+constexpr int kRangesAt = kHopper ? KMLA_I_HOPPER_MISC_BYTES : KMLA_I_MISC_BYTES;
 constexpr int kFactorsAt = kRangesAt + kTile * 16;
 constexpr int kTargetsAt = kFactorsAt + kTile * 4;
 constexpr int kSmallBytes = kTargetsAt + kTile * 8;
-static_assert(kFactsAt % 16 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,
-              "barriers, masks and facts fit");
+static_assert(kFactsAt + (int)sizeof(tile_facts) <= kRangesAt, "barriers, masks and facts fit");
 static_assert(sizeof(vector_range) == 16, "one load");
 
-KMLA_DEVICE uint64_t* arrival_of(int step) { return (uint64_t*)shared_memory() + step % kStages; }
-KMLA_DEVICE warp_mask* token_masks_of(int step) {
-    return (warp_mask*)(shared_memory() + kMasksAt) + step % kStages * kWarps;
-}
+KMLA_DEVICE uint64_t* arrival_of(int stage) { return (uint64_t*)shared_memory() + stage % kStages; }
 KMLA_DEVICE tile_facts& bounds() { return *(tile_facts*)(shared_memory() + kFactsAt); }
 KMLA_DEVICE vector_range& range_of(int n) {
     return ((vector_range*)(shared_memory() + kRangesAt))[n];
 }
 // What a vector's accumulators times: to rescale them, in the end to make them results.
 KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
-// Where each vector's result goes: twice the index of its first element, + 1 if that is in the
-// output and not in a partial; negative: nowhere.
-KMLA_DEVICE int64_t* targets() { return (int64_t*)(shared_memory() + kTargetsAt); }
+// Where each vector's result goes: the address of its first element, + 1 if they are fp32 and not
+// BF16; 0: nowhere.
+KMLA_DEVICE uint64_t* targets() { return (uint64_t*)(shared_memory() + kTargetsAt); }
+KMLA_DEVICE uint64_t target_of(uint64_t base, int64_t element, int type) {
+    return base + (uint64_t)(element * (type == KMLA_FP32 ? 4 : 2)) + (type == KMLA_FP32);
+}
+
+#ifndef KMLA_HOPPER
+// A bit a token of a step: it exists. Word w is of warp w's tokens.
+typedef uint16_t warp_mask;
+KMLA_DEVICE warp_mask* token_masks_of(int step) {
+    return (warp_mask*)(shared_memory() + kMasksAt) + step % kStages * kWarps;
+}
 
 // Of the kWarpTokens tokens from `token` on, those in [first, last).
 KMLA_DEVICE warp_mask mask_of_tokens(int token, int first, int last) {
@@ -120,6 +127,7 @@ KMLA_DEVICE bool all_exist(const warp_mask* masks) {
     word4 m = *(const word4*)masks;
     return (m.x & m.y & m.z & m.w) == all;
 }
+#endif
 
 // ---- ranges
 
@@ -202,7 +210,7 @@ KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum,
                                float scale) {
     const float ln_2 = 0.693147181f;
     int vector = block_x() * kTile + n;
-    targets()[n] = -1;
+    targets()[n] = 0;
     if (vector >= bounds().vectors) {
         return;
     }
@@ -214,23 +222,24 @@ KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum,
     factors()[n] = empty ? 0 : divide(scale, sum);
     store_lse(args, block_y(), row, head, lse, final);
     if (final) {
-        targets()[n] = 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1;
+        targets()[n] = target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                                 args.out_type);
     } else if (!empty) {
-        targets()[n] = 2 * part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS;
+        targets()[n] = target_of(args.part_out,
+                                 part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
+                                 args.partial_type);
     }
 }
 
-// Eight neighbouring dims of one vector.
-KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {
-    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
-    if (type == KMLA_FP32) {
-        word4* to = (word4*)((float*)base + index);
+// Eight neighbouring dims of one vector, from `dim` on.
+KMLA_DEVICE void store_out(uint64_t target, int dim, const float (&x)[8]) {
+    if (target & 1) {
+        word4* to = (word4*)(target - 1 + 4 * (uint32_t)dim);
         to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
         to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
-    } else {
-        *(word4*)((uint16_t*)base + index) =
-            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),
-                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};
+    } else if (target) {
+        *(word4*)(target + 2 * (uint32_t)dim) = word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+                                                      pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
     }
 }
 
@@ -238,30 +247,17 @@ KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (
 KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place& s,
                                const float (&out)[4][kColumns * 4]) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
-    int64_t target[kColumns][2];
-    float factor[kColumns][2];
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        for (int i = 0; i < 2; i++) {
-            target[j][i] = targets()[8 * j + 2 * s.column + i];
-            factor[j][i] = factors()[8 * j + 2 * s.column + i];
-        }
-    }
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float x[8];
+            float x[8], factor = factors()[8 * j + 2 * s.column + i];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                x[2 * m] = factor[j][i] == 0 ? 0 : out[m][4 * j + i] * factor[j][i];
-                x[2 * m + 1] = factor[j][i] == 0 ? 0 : out[m][4 * j + 2 + i] * factor[j][i];
+                x[2 * m] = factor == 0 ? 0 : out[m][4 * j + i] * factor;
+                x[2 * m + 1] = factor == 0 ? 0 : out[m][4 * j + 2 + i] * factor;
             }
-            if (target[j][i] >= 0) {
-                bool final = target[j][i] & 1;
-                store_out(final ? args.out : args.part_out, target[j][i] / 2 + dim,
-                          final ? args.out_type : args.partial_type, x);
-            }
+            store_out(targets()[8 * j + 2 * s.column + i], dim, x);
         }
     }
 }
@@ -274,8 +270,9 @@ KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
             const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};
             int dim = 8 * thread_index();
             if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {
-                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
-                          args.out_type, zeros);
+                store_out(target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                                    args.out_type),
+                          dim, zeros);
             }
             if (dim == 0) {
                 store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);
