@@ -342,6 +342,64 @@ typedef struct kmla_plan {
 KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device* device,
                                       kmla_plan* plan, kmla_error* error);
 
+// Of several plans, e.g. one captured graph for 1, 2, 4, 8, ... requests, the smallest that covers
+// a step: at least so many requests, rows and local tokens; fewest rows, then requests, then
+// tokens. What is left over in it are dead rows. A count of 0 asks for nothing.
+// Errors: ARGUMENT (no plan covers; the message has what was asked; NULL, a negative number).
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error);
+
+// ---- What DCP ranks send each other
+//
+// A step of n ranks: each writes the queries of its own heads into its slice of a gathered buffer;
+// an all-gather fills the others; each decodes all heads over its shard of the tokens; the parts
+// are combined by either transport (KMLA_TRANSPORT_*), and each rank keeps its own heads.
+//
+// All arrays here have heads outermost, [heads][R]: a rank's slice is then one piece whatever R is,
+// and is written, gathered in place, read and sent without a copy. Padding heads lie at the end.
+// Heads in the gaps of equal slices are decoded from whatever lies there, and reach no result.
+
+typedef struct kmla_gather_desc {
+    int32_t heads;        // of all ranks together, 1..4096; need not be a multiple of ranks
+    int32_t ranks;        // n, 1..1024 [1: also where each rank has the whole cache]
+    int32_t rank;         // this one, 0..n-1
+    int32_t rows;         // R, 1..65535
+    int32_t query_format; // KMLA_QUERY_* [BF16]
+    int32_t out_type;     // of what a rank decodes, KMLA_BF16 or KMLA_FP32 [BF16]
+    int32_t equal_slices; // 1: each slice has room for the most heads of any rank, as collectives
+                          // of equal counts need [0: as many as the rank has]
+    int32_t stored_heads; // that a buffer has room for, e.g. 112 [as many as are gathered]
+} kmla_gather_desc;
+
+// One array, [stored heads][R] records or elements. Strides are in what the calls' structs count:
+// bytes of queries, elements of out and lse.
+typedef struct kmla_slices {
+    int64_t head_stride;
+    int64_t row_stride;
+    uint64_t offset_bytes; // of this rank's slice
+    uint64_t slice_bytes;  // that this rank contributes or keeps; divided by R, of one row
+    uint64_t bytes;        // of the whole array, padding included
+} kmla_slices;
+
+typedef struct kmla_gather {
+    kmla_gather_desc desc;  // with every default filled in
+    int32_t exchanges;      // 0: one rank, which skips every collective and the combine
+    int32_t gathered_heads; // H to plan a decode with: heads, or n slices where they are equal
+    int32_t first_head;     // index of this rank's first head among them
+    int32_t local_heads;    // of this rank; the first heads mod n ranks have one more. May be 0:
+                            // such a rank writes and combines nothing, and decodes all the same
+    int32_t slice_heads;    // of its slice: local_heads, or with equal slices the most of any rank
+    kmla_slices query;
+    kmla_slices out;
+    kmla_slices lse;
+} kmla_gather;
+
+// Lays out a rank's side of a gather. Other ranks' slices: ask with their number.
+// Errors: ARGUMENT (names the field).
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error);
+
 // =============================================================================
 // >>arguments   What a call reads and writes; the same structs for host and GPU
 // =============================================================================
@@ -385,7 +443,8 @@ typedef struct kmla_decode {
 
 // Weighs parts by their lse: shards of DCP ranks, or any split of the tokens.
 // m = max lse (NaN and +-inf count as -inf), w = exp(lse - m), out = sum(w o) / sum(w),
-// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf.
+// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf. Shares of
+// parts with weight 0 are 0, whatever their payload holds, so that their sum is always the result.
 typedef struct kmla_combine {
     int32_t parts;             // 1..1024
     int32_t rows;              // R
@@ -403,8 +462,10 @@ typedef struct kmla_combine {
     int64_t out_row_stride;    // elements [H * head stride]
     int64_t out_head_stride;   // elements [512]
     int32_t out_type;          // KMLA_BF16 or KMLA_FP32
-    int32_t unused_;           // keep 0
-    uint64_t lse;              // fp32 [R][H]; 0 = not wanted
+    int32_t share;             // p + 1: only what part p adds, w o / sum(w), for a transport that
+                               // sums; part_out is then that part's own [R][H][512] and may be
+                               // out itself, if type and strides are equal [0: all parts]
+    uint64_t lse;              // fp32 [R][H], of all parts; 0 = not wanted
     int64_t lse_row_stride;    // elements [H * head stride]
     int64_t lse_head_stride;   // elements [1]
 } kmla_combine;
@@ -449,6 +510,25 @@ typedef struct kmla_query_write {
     int64_t query_row_stride_bytes;   // [H * head stride]
     int64_t query_head_stride_bytes;  // [record bytes]
 } kmla_query_write;
+
+// How parts come together:
+// ALL_TO_ALL        each rank gets its slice of out and lse of all ranks, [n][slice heads][R]...,
+//                   and combines them: out and lse of its own heads, in any layout.
+// REDUCE_SCATTER    lse of all ranks is all-gathered, [n][stored heads][R]; each rank's out becomes
+//                   its share; an element-wise sum over the ranks leaves its slice with each.
+enum { KMLA_TRANSPORT_ALL_TO_ALL = 0, KMLA_TRANSPORT_REDUCE_SCATTER = 1 };
+
+// A gather's layout as arguments. Each fills in the named addresses and all that the layout says of
+// them (counts, types, strides), and leaves the rest of *args as it is. Of a share, out's and lse's
+// strides too: out lies like part_out. Errors: ARGUMENT (NULL, an unknown transport, a rank without
+// heads that is to write or to combine its own). Any thread.
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error);
 
 // The checks that every host and GPU call makes first, usable alone: nothing is read through
 // any address. Errors: ARGUMENT (names the field), WORKSPACE, OVERFLOW. Any thread.
@@ -1549,6 +1629,123 @@ KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan) {
 }
 #endif
 
+// 1 if plan a takes less than plan b.
+static int kmla_i_is_smaller_plan(const kmla_plan* a, const kmla_plan* b) {
+    if (a->shape.rows != b->shape.rows) {
+        return a->shape.rows < b->shape.rows;
+    }
+    if (a->shape.requests != b->shape.requests) {
+        return a->shape.requests < b->shape.requests;
+    }
+    return a->shape.capacity_tokens < b->shape.capacity_tokens;
+}
+
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"count", count, 1, INT32_MAX},
+        {"requests", requests, 0, KMLA_MAX_ROWS},
+        {"rows", rows, 0, KMLA_MAX_ROWS},
+        {"tokens", tokens, 0, KMLA_MAX_CAPACITY_TOKENS},
+    };
+    kmla_status status = kmla_i_check_pointer("plans", plans, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("index", index, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    }
+    int32_t best = -1;
+    for (int32_t i = 0; status == KMLA_OK && i < count; ++i) {
+        status = kmla_i_check_pointer("plans[i]", plans[i], error);
+        if (status == KMLA_OK && plans[i]->shape.requests >= requests &&
+            plans[i]->shape.rows >= rows && plans[i]->shape.capacity_tokens >= tokens &&
+            (best < 0 || kmla_i_is_smaller_plan(plans[i], plans[best]))) {
+            best = i;
+        }
+    }
+    if (status == KMLA_OK && best < 0) {
+        status = kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                             "none of %d plans covers %d requests, %d rows and %lld tokens",
+                             (int)count, (int)requests, (int)rows, (long long)tokens);
+    }
+    if (status == KMLA_OK) {
+        *index = best;
+    }
+    return status;
+}
+
+// =============================================================================
+// >>planning   Implementation: what DCP ranks send each other
+// =============================================================================
+
+// An array [stored heads][R] of units, which lie row_stride apart in what its strides count.
+static kmla_slices kmla_i_slices(const kmla_gather* g, int64_t unit_bytes, int64_t row_stride) {
+    const int64_t head_bytes = g->desc.rows * unit_bytes;
+    kmla_slices slices;
+    slices.head_stride = g->desc.rows * row_stride;
+    slices.row_stride = row_stride;
+    slices.offset_bytes = (uint64_t)(g->first_head * head_bytes);
+    slices.slice_bytes = (uint64_t)(g->slice_heads * head_bytes);
+    slices.bytes = (uint64_t)(g->desc.stored_heads * head_bytes);
+    return slices;
+}
+
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error) {
+    kmla_gather made;
+    kmla_status status = kmla_i_check_pointer("desc", desc, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("out", out, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    memset(&made, 0, sizeof made);
+    made.desc = *desc;
+    made.desc.ranks = (int32_t)kmla_i_default(desc->ranks, 1);
+    const kmla_i_limit limits[] = {
+        {"desc.heads", desc->heads, 1, KMLA_MAX_HEADS},
+        {"desc.ranks", made.desc.ranks, 1, KMLA_MAX_SPLITS}, // as many as a combine has parts
+        {"desc.rank", desc->rank, 0, (int64_t)made.desc.ranks - 1},
+        {"desc.rows", desc->rows, 1, KMLA_MAX_ROWS},
+        {"desc.query_format", desc->query_format, 0, KMLA_QUERY_E4M3},
+        {"desc.out_type", desc->out_type, 0, KMLA_FP32},
+        {"desc.equal_slices", desc->equal_slices, 0, 1},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int32_t ranks = made.desc.ranks;
+    const int32_t share = desc->heads / ranks, longer = desc->heads % ranks;
+    const int32_t widest = share + (longer > 0);
+    made.exchanges = ranks > 1;
+    made.local_heads = share + (desc->rank < longer);
+    made.slice_heads = desc->equal_slices ? widest : made.local_heads;
+    made.first_head = desc->equal_slices
+                          ? desc->rank * widest
+                          : desc->rank * share + (int32_t)kmla_i_min(desc->rank, longer);
+    made.gathered_heads = desc->equal_slices ? ranks * widest : desc->heads;
+    made.desc.stored_heads = (int32_t)kmla_i_default(desc->stored_heads, made.gathered_heads);
+    const kmla_i_limit stored[] = {
+        {"gathered heads (desc.equal_slices)", made.gathered_heads, 1, KMLA_MAX_HEADS},
+        {"desc.stored_heads", made.desc.stored_heads, made.gathered_heads, KMLA_MAX_HEADS},
+    };
+    status = kmla_i_check_limits(stored, KMLA_I_COUNT(stored), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int64_t record_bytes = (int64_t)kmla_query_record_bytes(desc->query_format);
+    made.query = kmla_i_slices(&made, record_bytes, record_bytes);
+    made.out = kmla_i_slices(&made, KMLA_LATENT_DIMS * kmla_i_element_bytes(desc->out_type),
+                             KMLA_LATENT_DIMS);
+    made.lse = kmla_i_slices(&made, sizeof(float), 1);
+    *out = made;
+    return KMLA_OK;
+}
+
 // =============================================================================
 // >>arguments   Implementation: what checks of arguments are made of
 // =============================================================================
@@ -1905,7 +2102,7 @@ KMLA_API kmla_status kmla_check_combine(const kmla_combine* args, kmla_error* er
         {"args.rows", c.rows, 1, KMLA_MAX_ROWS},
         {"args.heads", c.heads, 1, KMLA_MAX_HEADS},
         {"args.part_type", c.part_type, 0, KMLA_FP32},
-        {"args.unused_", c.unused_, 0, 0},
+        {"args.share", c.share, 0, c.parts},
     };
     const kmla_i_address addresses[] = {
         {"args.part_out", c.part_out, KMLA_I_RECORD_ALIGNMENT, 1},
@@ -2034,6 +2231,96 @@ KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_e
     int64_t record_bytes = (int64_t)kmla_query_record_bytes(w.query_format);
     return status != KMLA_OK ? status
                              : kmla_i_check_apart(&strides[2], &strides[3], record_bytes, error);
+}
+
+// =============================================================================
+// >>arguments   Implementation: a gather's layout as arguments
+// =============================================================================
+
+static kmla_status kmla_i_check_gather(const kmla_gather* gather, const void* args,
+                                       kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("gather", gather, error);
+    return status != KMLA_OK ? status : kmla_i_check_pointer("args", args, error);
+}
+
+static kmla_status kmla_i_check_own_heads(const kmla_gather* gather, kmla_error* error) {
+    const kmla_i_limit limit = {"gather.local_heads", gather->local_heads, 1, KMLA_MAX_HEADS};
+    return kmla_i_check_limits(&limit, 1, error);
+}
+
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status == KMLA_OK) {
+        args->rows = gather->desc.rows;
+        args->heads = gather->local_heads;
+        args->query_format = gather->desc.query_format;
+        args->query = query + gather->query.offset_bytes;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        args->query = query;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+        args->out = out;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->out_type = gather->desc.out_type;
+        args->lse = lse;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error) {
+    const kmla_i_limit limit = {"transport", transport, 0, KMLA_TRANSPORT_REDUCE_SCATTER};
+    const int shares = transport == KMLA_TRANSPORT_REDUCE_SCATTER;
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(&limit, 1, error);
+    }
+    if (status == KMLA_OK && !shares) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    // Parts are whole arrays of all heads, or everybody's slices of this rank's.
+    const int32_t part_heads = shares ? gather->desc.stored_heads : gather->slice_heads;
+    args->parts = gather->desc.ranks;
+    args->rows = gather->desc.rows;
+    args->heads = shares ? gather->gathered_heads : gather->local_heads;
+    args->part_type = gather->desc.out_type;
+    args->share = shares ? gather->desc.rank + 1 : 0;
+    args->part_out = part_out;
+    args->part_out_stride = part_heads * gather->out.head_stride;
+    args->part_row_stride = gather->out.row_stride;
+    args->part_head_stride = gather->out.head_stride;
+    args->part_lse = part_lse;
+    args->part_lse_stride = part_heads * gather->lse.head_stride;
+    args->part_lse_row_stride = gather->lse.row_stride;
+    args->part_lse_head_stride = gather->lse.head_stride;
+    if (shares) {
+        args->out_type = gather->desc.out_type;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return KMLA_OK;
 }
 
 // =============================================================================
@@ -2392,7 +2679,8 @@ static void kmla_i_store_result(const kmla_combine* parts, int64_t row, int64_t 
     }
 }
 
-// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read.
+// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read. For a
+// share all weights count, but only its own part's payload.
 static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t head,
                                int32_t rule) {
     float maximum = -INFINITY;
@@ -2408,16 +2696,16 @@ static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t h
     for (int32_t part = 0; part < parts->parts; part++) {
         const float lse = kmla_i_part_lse(parts, part, row, head, rule);
         const float weight = lse == -INFINITY ? 0.0f : expf(lse - maximum);
-        if (weight == 0.0f) {
+        total += weight;
+        if (weight == 0.0f || (parts->share && part != parts->share - 1)) {
             continue;
         }
-        const int64_t at = part * parts->part_out_stride + row * parts->part_row_stride +
-                           head * parts->part_head_stride;
+        const int64_t at = (parts->share ? 0 : part * parts->part_out_stride) +
+                           row * parts->part_row_stride + head * parts->part_head_stride;
         float payload[KMLA_LATENT_DIMS];
         kmla_i_load_array(
             kmla_i_at(parts->part_out, at * kmla_i_element_bytes(parts->part_type)),
             parts->part_type, KMLA_LATENT_DIMS, payload);
-        total += weight;
         for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
             out[d] += weight * payload[d];
         }
@@ -2898,7 +3186,7 @@ KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* 
         int64_t part_out_stride, part_row_stride, part_head_stride;                               \
         int64_t part_lse_stride, part_lse_row_stride, part_lse_head_stride;                       \
         int64_t out_row_stride, out_head_stride, lse_row_stride, lse_head_stride;                 \
-        int32_t parts, rows, heads, part_type, out_type;                                          \
+        int32_t parts, rows, heads, part_type, out_type, share;                                   \
     };                                                                                            \
     struct kmla_i_kv_write_args {                                                                 \
         uint64_t latent, rope, slots, kv, kv_slots, page_pitch;                                   \
@@ -4946,6 +5234,7 @@ KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, v
     out.heads = dense.heads;
     out.part_type = dense.part_type;
     out.out_type = dense.out_type;
+    out.share = dense.share;
     shape.grid_x = (uint32_t)dense.heads;
     shape.grid_y = (uint32_t)dense.rows;
     return kmla_i_launch(gpu, gpu->support.combine, &shape, &out, stream, error);
@@ -8095,11 +8384,34 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "// Adds the weights of those parts, but elements of one part only: the share's, which part_out is\n"
+     "// of. Where that weighs nothing they are not read, whatever they hold.\n"
+     "KMLA_DEVICE void add_share(const kmla_i_combine_args& args, int64_t at, int first, int count,\n"
+     "                           float lane_weight, weighted& all) {\n"
+     "    for (int i = 0; i < count; i++) {\n"
+     "        float weight = shuffle(lane_weight, i), x[4];\n"
+     "        all.sum += weight;\n"
+     "        if (weight > 0 && first + i == args.share - 1) {\n"
+     "            if (args.part_type == KMLA_FP32) {\n"
+     "                numbers_of(((const word4*)args.part_out)[at / 4], x);\n"
+     "            } else {\n"
+     "                numbers_of(((const word2*)args.part_out)[at / 4], x);\n"
+     "            }\n"
+     "            for (int d = 0; d < 4; d++) {\n"
+     "                all.out[d] = weight * x[d];\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
      "// out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.\n"
      "// A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that\n"
+    },
+    {"merge.cuh", 96,
      "// its split has written the result itself; in the combine both are empty parts, like -inf. One\n"
      "// block a vector, four dims a thread; each warp finds the weights, a part a lane.\n"
-     "template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
+     "template <bool is_merge, bool is_share>\n"
+     "KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
      "    const float log2_e = 1.44269504f, ln_2 = 0.693147181f;\n"
      "    int head = block_x(), row = block_y(), dim = thread_index() * 4;\n"
      "    float top = -infinity();\n"
@@ -8116,8 +8428,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    }\n"
      "    for (int mask = 16; mask > 0; mask /= 2) {\n"
-    },
-    {"merge.cuh", 95,
      "        float other = shuffle_xor(top, mask);\n"
      "        int other_part = (int)shuffle_xor((uint32_t)top_part, mask);\n"
      "        if (other > top) {\n"
@@ -8136,7 +8446,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        bool counts = lse > -infinity() && lse < infinity();\n"
      "        float weight = counts \? exp2_fast((lse - top) * log2_e) : 0;\n"
      "        int count = minimum(args.parts - first, 32);\n"
-     "        if (args.part_type == KMLA_FP32) {\n"
+     "        if (is_share) {\n"
+     "            add_share(args, at, first, count, weight, all);\n"
+     "        } else if (args.part_type == KMLA_FP32) {\n"
      "            add_parts<word4>(args, at, first, count, weight, top_part, all);\n"
      "        } else {\n"
      "            add_parts<word2>(args, at, first, count, weight, top_part, all);\n"
@@ -8159,7 +8471,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
      "    wait_dependency();\n"
-     "    weighted_sum<true>(args);\n"
+     "    weighted_sum<true, false>(args);\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -8170,7 +8482,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#ifndef KMLA_TILE // support kernels\n"
      "\n"
      "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
-     "    weighted_sum<false>(args);\n"
+     "    if (args.share > 0) {\n"
+     "        weighted_sum<false, true>(args);\n"
+     "    } else {\n"
+     "        weighted_sum<false, false>(args);\n"
+     "    }\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -8330,7 +8646,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x3F71080E418EC5E7ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xED4C74EB1270F7AAull
 // clang-format on
 // >>device source end
 

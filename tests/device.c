@@ -694,7 +694,10 @@ static void combine_run(combine_case* k) {
     device_buffer lse = device_copy(k->lse.data, k->lse.bytes);
     kmla_error error;
     prepare(NULL);
-    k->args.part_out = part_out.address;
+    // A share's part_out is its own part's alone.
+    k->args.part_out = part_out.address + (uint64_t)((k->args.share > 0 ? k->args.share - 1 : 0) *
+                                                     k->part_out_stride *
+                                                     (k->args.part_type == KMLA_FP32 ? 4 : 2));
     k->args.part_lse = part_lse.address;
     k->args.out = out.address;
     k->args.lse = lse.address;
@@ -773,8 +776,10 @@ static void fill_parts(combine_case* k, ref_random* random) {
     }
 }
 
-static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
-    double part_lse[64], right[REF_D], right_lse, off = 0.0, norm = 0.0;
+// The combine of a vector's parts, in fp64.
+static void part_answer(const combine_case* k, int32_t row, int32_t head, double* right,
+                        double* right_lse) {
+    double part_lse[64];
     double* parts = (double*)malloc((size_t)k->args.parts * REF_D * sizeof(double));
     const double* part_out[64];
     for (int32_t p = 0; p < k->args.parts; p++) {
@@ -785,7 +790,13 @@ static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
                 ref_element(k->part_out.data, k->args.part_type, part_at(k, p, row, head) + d);
         }
     }
-    ref_combine(k->args.parts, part_lse, part_out, right, &right_lse);
+    ref_combine(k->args.parts, part_lse, part_out, right, right_lse);
+    free(parts);
+}
+
+static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
+    double right[REF_D], right_lse, off = 0.0, norm = 0.0;
+    part_answer(k, row, head, right, &right_lse);
     const int64_t at = row * k->out_row_stride + head * k->out_head_stride;
     const double lse =
         ref_float_at(k->lse.data + 4 * (row * k->lse_row_stride + head * k->lse_head_stride));
@@ -801,7 +812,6 @@ static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
     expect(lse == right_lse || fabs(lse - right_lse) <= 2e-6 * (1.0 + fabs(right_lse)),
            "row %d head %d of %d parts: lse %.9g, not %.9g", row, head, k->args.parts, lse,
            right_lse);
-    free(parts);
 }
 
 static void test_combine(void) {
@@ -2594,6 +2604,7 @@ static void test_cache(void) {
     answer_free(&right);
     ref_free(&c);
 }
+#include "device_serving.h"
 
 // =============================================================================
 // Groups
@@ -2623,6 +2634,12 @@ static const group groups[] = {
     {"HT-03 4 heads, 30 requests", test_ht_03},
     {"LC-01 LC-02 LC-03 LC-06 combine", test_lc},
     {"combine against fp64", test_combine},
+    {"LC-06 shares of a combine", test_shares},
+    {"DL-01 DL-02 DL-03 shards", test_dl_vectors},
+    {"SD-03 verify and draft rows", test_sd_03},
+    {"rows across shard boundaries", test_straddling},
+    {"ranks and transports", test_ranks},
+    {"one rank", test_one_rank},
     {"SK-01 empty splits", test_sk_01},
     {"SK-03 late maximum", test_sk_03},
     {"SK-04 partial types", test_sk_04},
@@ -2649,6 +2666,11 @@ static const group groups[] = {
     {"checking mode", test_checking_mode},
     {"CG-05 unprepared in a capture", test_cg_05},
     {"CG-03 two graphs in turn", test_cg_03},
+    {"captures in every mode", test_capture_modes},
+    {"graph replays", test_replays},
+    {"graph of 112 rows, 100 live", test_padded_batches},
+    {"graph of a growing request", test_growing_length},
+    {"prefix reuse and turns", test_reuse},
     {"streams and contexts", test_streams},
     {"RT-06 two contexts", test_rt_06},
     {"RT-06 two cards", test_two_devices},

@@ -45,7 +45,8 @@ typedef struct cuda_resource { // CUdevResource, of CUDA 12.4 to 13
     char rest[44];
 } cuda_resource;
 
-enum { CUDA_CAPTURE_GLOBAL = 0, CUDA_CAPTURE_RELAXED = 2, CUDA_CAPTURE_ACTIVE = 1 };
+enum { CUDA_CAPTURE_GLOBAL = 0, CUDA_CAPTURE_THREAD_LOCAL = 1, CUDA_CAPTURE_RELAXED = 2 };
+enum { CUDA_CAPTURE_ACTIVE = 1 }; // a status
 
 // X(field, symbol, parameters). The optional ones are NULL where a library lacks them.
 #define DRIVER_NEEDED(X)                                                                        \

@@ -278,6 +278,11 @@ FAULTS = [
           "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
           "for (int first = 0; first < 1 && top > -infinity(); first += 32)", suite="records"),
 
+    merge("a share reads a payload of weight 0", "weight > 0 && first + i == args.share - 1",
+          "first + i == args.share - 1", group="LC-06 shares"),
+    merge("a share is of the part beside", "first + i == args.share - 1",
+          "first + i == args.share % args.parts", group="LC-06 shares"),
+
     # ---- writers
     writers("a slot past the pool is written", "(uint64_t)slot >= args.kv_slots", "false"),
     writers("scales are never powers of two", "if (args.power_of_two) {", "if (false) {"),
@@ -306,6 +311,15 @@ FAULTS = [
            "kmla_i_min(kmla_i_max(rest, 0), interleave);", "kmla_i_max(rest, 0);"),
     planner("owners by token, not by run", "(int32_t)(run % full.ranks);",
            "(int32_t)(global_token % full.ranks);"),
+    planner("equal slices begin where dealt heads do", "? desc->rank * widest",
+           "? desc->rank * share"),
+    planner("the longer slices are forgotten in an offset",
+           "desc->rank * share + (int32_t)kmla_i_min(desc->rank, longer);", "desc->rank * share;"),
+    planner("a slice of one row", "(uint64_t)(g->slice_heads * head_bytes)",
+           "(uint64_t)(g->slice_heads * unit_bytes)"),
+    planner("a plan with too few rows is picked", "plans[i]->shape.rows >= rows &&", ""),
+    planner("shares are given the lse of slices",
+           "shares ? gather->desc.stored_heads : gather->slice_heads;", "gather->slice_heads;"),
     planner("causal bound off by one", "(int64_t)rows - 1 - row)", "(int64_t)rows - row)"),
     planner("window off by one", "kmla_i_max(last - rule->window_tokens, 0)",
            "kmla_i_max(last - rule->window_tokens + 1, 0)"),
