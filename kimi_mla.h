@@ -71,7 +71,7 @@
 #define KMLA_VERSION (KMLA_VERSION_MAJOR * 10000 + KMLA_VERSION_MINOR * 100 + KMLA_VERSION_PATCH)
 
 #ifndef KMLA_API
-#if defined(KIMI_MLA_STATIC) && defined(__GNUC__)
+#if defined(KIMI_MLA_STATIC) && (defined(__GNUC__) || defined(__clang__))
 #define KMLA_API static __attribute__((unused))
 #elif defined(KIMI_MLA_STATIC)
 #define KMLA_API static
@@ -132,6 +132,9 @@ KMLA_API const char* kmla_status_text(kmla_status status);
 // =============================================================================
 // >>records   Record formats
 // =============================================================================
+
+// Numbers in records are little-endian on every machine, as the GPU has them. Plain arrays
+// (sources, outputs, lse, tables) are in the machine's own order.
 
 #define KMLA_LATENT_DIMS 512  // D: config kv_lora_rank
 #define KMLA_ROPE_DIMS 64     // E: config qk_rope_head_dim
@@ -762,7 +765,7 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 // >>status   Implementation: status codes, errors, and the checks that all others are made of
 // =============================================================================
 
-#if defined(__GNUC__)
+#if defined(__GNUC__) || defined(__clang__)
 #define KMLA_I_PRINTF(format, values) __attribute__((__format__(__printf__, format, values)))
 #else
 #define KMLA_I_PRINTF(format, values)
@@ -2454,10 +2457,14 @@ static uint8_t* kmla_i_at(uint64_t address, int64_t offset_bytes) {
     return (uint8_t*)(uintptr_t)(address + (uint64_t)offset_bytes);
 }
 
-static float kmla_i_load_bf16(const uint8_t* from, int64_t index) {
+static uint16_t kmla_i_load_bf16_bits(const uint8_t* from, int64_t index) {
     uint16_t bits;
     memcpy(&bits, from + index * 2, sizeof(bits));
-    return kmla_bf16_to_float(bits);
+    return bits;
+}
+
+static float kmla_i_load_bf16(const uint8_t* from, int64_t index) {
+    return kmla_bf16_to_float(kmla_i_load_bf16_bits(from, index));
 }
 
 static float kmla_i_load_fp32(const uint8_t* from, int64_t index) {
@@ -2481,6 +2488,31 @@ static void kmla_i_store_array(const float* values, int32_t type, int32_t count,
             const uint16_t bits = kmla_float_to_bf16(values[i]);
             memcpy(to + i * 2, &bits, 2);
         }
+    }
+}
+
+// Bits between the machine's order and the little-endian one of records: nothing to do on most.
+static int kmla_i_big_endian(void) {
+    const uint16_t one = 1;
+    uint8_t first;
+    memcpy(&first, &one, 1);
+    return first == 0;
+}
+
+static uint16_t kmla_i_little16(uint16_t bits) {
+    return kmla_i_big_endian() ? (uint16_t)(bits << 8 | bits >> 8) : bits;
+}
+
+static uint32_t kmla_i_little32(uint32_t bits) {
+    return kmla_i_big_endian() ? (uint32_t)kmla_i_little16((uint16_t)bits) << 16 |
+                                     kmla_i_little16((uint16_t)(bits >> 16))
+                               : bits;
+}
+
+// BF16 of a record as fp32.
+static void kmla_i_load_record_bf16(const uint8_t* from, int32_t count, float* values) {
+    for (int32_t i = 0; i < count; i++) {
+        values[i] = kmla_bf16_to_float(kmla_i_little16(kmla_i_load_bf16_bits(from, i)));
     }
 }
 
@@ -2548,14 +2580,12 @@ static float kmla_i_encode_query_group(const float* values, uint8_t* codes) {
     return scale;
 }
 
-// BF16 sources are copied bit by bit, NaN payloads included; fp32 is rounded.
+// BF16 sources keep their bits, NaN payloads included; fp32 is rounded.
 static void kmla_i_write_bf16(const uint8_t* from, int32_t type, int32_t count, uint8_t* to) {
-    if (type == KMLA_BF16) {
-        memcpy(to, from, (size_t)count * 2);
-        return;
-    }
     for (int32_t i = 0; i < count; i++) {
-        const uint16_t bits = kmla_float_to_bf16(kmla_i_load_fp32(from, i));
+        const uint16_t bits = kmla_i_little16(type == KMLA_BF16
+                                                  ? kmla_i_load_bf16_bits(from, i)
+                                                  : kmla_float_to_bf16(kmla_i_load_fp32(from, i)));
         memcpy(to + i * 2, &bits, 2);
     }
 }
@@ -2573,7 +2603,8 @@ static void kmla_i_write_packed(const uint8_t* latent, const uint8_t* rope, int3
         const float scale = scale_rule == KMLA_I_SCALE_QUERY
                                 ? kmla_i_encode_query_group(values, record + first)
                                 : kmla_i_encode_kv_group(values, scale_rule, record + first);
-        memcpy(record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, &scale, 4);
+        const uint32_t bits = kmla_i_little32(kmla_i_bits(scale));
+        memcpy(record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, &bits, 4);
     }
     kmla_i_write_bf16(rope, type, KMLA_ROPE_DIMS, record + KMLA_PACKED_ROPE_OFFSET);
 }
@@ -2845,7 +2876,7 @@ static const uint8_t* kmla_i_find_record(const kmla_i_host_job* job, int64_t tab
 static void kmla_i_load_record(const kmla_i_host_job* job, int32_t kv_format, float tensor_scale,
                                const uint8_t* record, float* values) {
     if (kv_format == KMLA_KV_BF16) {
-        kmla_i_load_array(record, KMLA_BF16, KMLA_QUERY_DIMS, values);
+        kmla_i_load_record_bf16(record, KMLA_QUERY_DIMS, values);
         return;
     }
     if (kv_format == KMLA_KV_E4M3) {
@@ -2855,14 +2886,15 @@ static void kmla_i_load_record(const kmla_i_host_job* job, int32_t kv_format, fl
         return;
     }
     for (int32_t first = 0; first < KMLA_LATENT_DIMS; first += KMLA_GROUP_DIMS) {
-        const float scale =
-            kmla_i_load_fp32(record + KMLA_PACKED_SCALE_OFFSET, first / KMLA_GROUP_DIMS);
+        uint32_t bits;
+        memcpy(&bits, record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, 4);
+        const float scale = kmla_i_float(kmla_i_little32(bits));
         for (int32_t d = first; d < first + KMLA_GROUP_DIMS; d++) {
             values[d] = job->e4m3[record[d]] * scale;
         }
     }
-    kmla_i_load_array(record + KMLA_PACKED_ROPE_OFFSET, KMLA_BF16, KMLA_ROPE_DIMS,
-                      values + KMLA_LATENT_DIMS);
+    kmla_i_load_record_bf16(record + KMLA_PACKED_ROPE_OFFSET, KMLA_ROPE_DIMS,
+                            values + KMLA_LATENT_DIMS);
 }
 
 // The query of a row and head; in e4m3 mode what the packed query writer would have stored.
@@ -2875,13 +2907,12 @@ static void kmla_i_load_query(const kmla_i_host_job* job, int64_t row, int64_t h
     const int32_t layout = shape->query_format == KMLA_QUERY_PACKED ? KMLA_KV_PACKED
                            : shape->query_format == KMLA_QUERY_E4M3 ? KMLA_KV_E4M3
                                                                     : KMLA_KV_BF16;
-    uint8_t packed[KMLA_PACKED_BYTES];
+    kmla_i_load_record(job, layout, job->args.query_scale, record, query);
     if (layout == KMLA_KV_BF16 && shape->mode == KMLA_MODE_E4M3_QUERY) {
-        kmla_i_write_packed(record, record + KMLA_LATENT_DIMS * 2, KMLA_BF16, KMLA_I_SCALE_QUERY,
-                            packed);
+        uint8_t packed[KMLA_PACKED_BYTES];
+        kmla_i_write_packed((const uint8_t*)query, (const uint8_t*)(query + KMLA_LATENT_DIMS),
+                            KMLA_FP32, KMLA_I_SCALE_QUERY, packed);
         kmla_i_load_record(job, KMLA_KV_PACKED, 1.0f, packed, query);
-    } else {
-        kmla_i_load_record(job, layout, job->args.query_scale, record, query);
     }
 }
 
@@ -3267,17 +3298,17 @@ static const char kmla_i_device_structs[] = KMLA_I_STR(KMLA_I_KERNEL_ARGS) "\n";
 extern "C" {
 #endif
 struct HINSTANCE__; // what windows.h says, so that both may be included
+#if defined(_WIN64)
+typedef long long(__stdcall* kmla_i_windows_function)(void);
+#else
+typedef int(__stdcall* kmla_i_windows_function)(void);
+#endif
 __declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
 __declspec(dllimport) struct HINSTANCE__* __stdcall GetModuleHandleA(const char* name);
 __declspec(dllimport) int __stdcall MoveFileExA(const char* from, const char* to,
                                                 unsigned long flags);
-#if defined(_WIN64)
-__declspec(dllimport) long long(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
-                                                                    const char* name))(void);
-#else
-__declspec(dllimport) int(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
-                                                              const char* name))(void);
-#endif
+__declspec(dllimport) kmla_i_windows_function __stdcall GetProcAddress(
+    struct HINSTANCE__* library, const char* name);
 #ifdef __cplusplus
 }
 #endif

@@ -195,7 +195,7 @@ static void e4m3_decodes(void** state) { // FP-01, FP-04
     assert_true(kmla_e4m3_to_float(0x38) == 1.0f);
     assert_true(kmla_e4m3_to_float(0x7E) == 448.0f);
     assert_true(kmla_e4m3_to_float(0x7E) * 0.75f == 336.0f);
-    assert_true(kmla_e4m3_to_float(0x7E) * 0.66964287f == 300.0f);
+    assert_true((float)(kmla_e4m3_to_float(0x7E) * 0.66964287f) == 300.0f);
     for (int code = 0; code < 256; ++code) {
         float value = kmla_e4m3_to_float((uint8_t)code);
         if ((code & 0x7F) == 0x7F) {
