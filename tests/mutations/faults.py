@@ -167,9 +167,7 @@ FAULTS = [
     reader("the next step is copied into the stage in use", "ahead = step + kStages - 1;",
            "ahead = step + kStages;"),
 
-    # ---- the Hopper reader. The first two survive: the emulator knows the proxies of stmatrix and
-    # cp.async, not of plain stores; and it switches fibers at meeting points only, where the step's
-    # vote repairs all but a torn read.
+    # ---- the Hopper reader
     hopper("no proxy fence behind the staged query",
            "        stage_vector(args, s, n);\n    }\n    fence_async_reads();\n",
            "        stage_vector(args, s, n);\n    }\n"),
