@@ -34,13 +34,13 @@ static const int32_t kv_formats[] = {KMLA_KV_PACKED, KMLA_KV_E4M3, KMLA_KV_BF16}
 // The tiles of a reader.
 typedef struct tile_list {
     int count;
-    int32_t tiles[5];
+    int32_t tiles[8];
 } tile_list;
 
 static const tile_list tile_lists[] = {
-    {1, {8}},                 // KMLA_READER_HOST has none, so that any will do
-    {3, {8, 16, 32}},         // KMLA_READER_PORTABLE
-    {5, {8, 16, 24, 32, 40}}, // KMLA_READER_HOPPER
+    {1, {8}},                             // KMLA_READER_HOST has none, so that any will do
+    {3, {8, 16, 32}},                     // KMLA_READER_PORTABLE
+    {8, {8, 16, 24, 32, 40, 48, 56, 64}}, // KMLA_READER_HOPPER
 };
 
 static int pick(int quick, int full) { return options.quick ? quick : full; }

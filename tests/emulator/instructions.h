@@ -41,6 +41,8 @@ KMLA_DEVICE int block_y() { return emulator::here.block[1]; }
 KMLA_DEVICE int block_z() { return emulator::here.block[2]; }
 KMLA_DEVICE int grid_x() { return emulator::here.grid[0]; }
 
+KMLA_DEVICE int opaque(int value) { return value; }
+
 KMLA_DEVICE uint8_t* shared_memory() { return emulator::here.shared; }
 
 KMLA_DEVICE uint32_t shared_address(const void* pointer) {
@@ -160,6 +162,8 @@ KMLA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 KMLA_DEVICE float divide(float a, float b) { return a / b; }
 KMLA_DEVICE float multiply(float a, float b) { return a * b; }
 
+KMLA_DEVICE float reciprocal(float value) { return 1 / value; }
+
 KMLA_DEVICE float exp2_fast(float value) { return emulator::exp2_ftz(value); }
 
 KMLA_DEVICE float exp2_wide(float value) { return __builtin_exp2f(value); }
@@ -196,6 +200,10 @@ KMLA_DEVICE uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
 KMLA_DEVICE uint32_t minimum_f16x2(uint32_t a, uint32_t b) {
     return emulator::minimum_f16(a & 0xffff, b & 0xffff) | emulator::minimum_f16(a >> 16, b >> 16)
                                                                << 16;
+}
+
+KMLA_DEVICE uint32_t maximum_f16x2(uint32_t a, uint32_t b) {
+    return minimum_f16x2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u;
 }
 
 #if KMLA_HAS_E4M3_CONVERT

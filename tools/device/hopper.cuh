@@ -2,8 +2,10 @@
 //
 // As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
 // and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 128 tokens: each of two warpgroups takes 64 of them through QK and softmax,
-// then 256 of the 512 dims through PV over all 128. Scores never leave registers.
+// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
+// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
+// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
+// take turns at softmax, so that each step's references are the next's.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
 // outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
@@ -11,59 +13,125 @@
 
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
+constexpr int kScoreWarps = 4; // of a group
+constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
+constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
+// Registers of a thread that scores and of one that weighs; all start with 128.
+constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
+constexpr int kValueRegisters = 256 - kScoreRegisters;
+// Named barriers; 0 is the block's.
+constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;
+constexpr uint32_t kScoreBarrier = 3; // of the first score group, + 1 of the second
+constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softmax
+
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
-constexpr int kRopeSteps = KMLA_ROPE_DIMS / 16;
-constexpr int kBatchSteps = 4; // of QK: converted while the batch before is multiplied
-constexpr int kBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
-constexpr int kRunTokens = KMLA_I_STEP_TOKENS;    // of one bulk copy: they lie in one page
-constexpr int kRuns = kStep / kRunTokens;
+constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied
+constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;
+constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
+constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
+static_assert(kStep == 2 * kRunTokens, "a step is two runs");
 
 // ---- shared memory
 
-constexpr int kStageBytes = kStep * kPitch;
-constexpr int kStagesAt = (kSmallBytes + 1023) / 1024 * 1024;
-constexpr int kQueryAt = kStagesAt + kStages * kStageBytes;      // f16 [9][tile][64], swizzled
+constexpr int kQueryAt = (kSmallBytes + 1023) / 1024 * 1024;     // f16 [9][tile][64], swizzled
 constexpr int kWeightsAt = kQueryAt + kBlocksOf64 * kTile * 128; // f16 [2][tile][64 tokens], swizzled
-constexpr int kRatiosAt = kWeightsAt + 2 * kTile * 128;          // f16 [4][128 tokens]
-constexpr int kTopsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // fp32 [8 warps][tile][2]
-constexpr int kStateAt = kTopsAt + kWarps * kTile * 8;           // fp32 [4][tile]
-static_assert(kStateAt + 4 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
-static_assert(kStageBytes % 1024 == 0, "swizzled blocks behind the stages stay aligned");
+constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
+constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
+constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
+static_assert(kStateAt + 7 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
 
-KMLA_DEVICE uint8_t* stage_of(int step) {
-    return shared_memory() + kStagesAt + step % kStages * kStageBytes;
+// Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
+constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
+constexpr int kVotesAt = kReadyAt + 4 * 8;
+constexpr int kSaidAt = kVotesAt + 2 * 16;
+static_assert(kSaidAt + 8 <= kRangesAt, "small things fit");
+
+KMLA_DEVICE uint64_t* weights_ready(int buffer) { // by the score warps
+    return (uint64_t*)(shared_memory() + kReadyAt) + buffer;
 }
+KMLA_DEVICE uint64_t* weights_free(int buffer) { // by each of the value warps, done with a step
+    return (uint64_t*)(shared_memory() + kReadyAt) + 2 + buffer;
+}
+KMLA_DEVICE uint32_t* votes_of(int buffer) {
+    return (uint32_t*)(shared_memory() + kVotesAt) + 4 * buffer;
+}
+// Whether V products and sums before this step are to be multiplied by its factors.
+KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }
+// Of a run: a bit a token, it exists.
+KMLA_DEVICE uint32_t& run_tokens(int slot) {
+    return ((uint32_t*)(shared_memory() + kMasksAt))[slot];
+}
+
 KMLA_DEVICE uint8_t* query_block(int block) {
     return shared_memory() + kQueryAt + block * kTile * 128;
 }
-KMLA_DEVICE uint8_t* weight_block(int block) {
-    return shared_memory() + kWeightsAt + block * kTile * 128;
+KMLA_DEVICE uint8_t* weight_block(int buffer) {
+    return shared_memory() + kWeightsAt + buffer * kTile * 128;
+}
+KMLA_DEVICE uint8_t* records_of(int slot) {
+    return shared_memory() + kRunsAt + slot * kRunTokens * kPitch;
 }
 // 16 bytes of row n of a swizzled block.
 KMLA_DEVICE uint8_t* swizzled(uint8_t* block, int n, int chunk) {
     return block + n * 128 + ((chunk ^ (n & 7)) * 16);
 }
-KMLA_DEVICE uint16_t* ratios_of(int group) {
-    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
+KMLA_DEVICE uint16_t* ratios_of(int buffer, int group) {
+    return (uint16_t*)(shared_memory() + kRatiosAt) + (buffer * kGroups + group) * kStep;
 }
-KMLA_DEVICE float* tops_of(int warp) { return (float*)(shared_memory() + kTopsAt) + warp * kTile; }
-// Of each vector, log2 units: the scale of its scores; the references as in the portable reader, but
-// a vector that has seen no token yet has kNoReference, which every score outgrows.
-KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }
-KMLA_DEVICE float* sum_references() { return score_scales() + kTile; }
-KMLA_DEVICE float* weight_references() { return score_scales() + 2 * kTile; }
-KMLA_DEVICE float* sum_factors() { return score_scales() + 3 * kTile; }
+// Of each pair of vectors: the scales of their scores, to log2, and the references that their
+// weights of the sum, 2^(score - reference), are relative to: kNoReference, which every score
+// outgrows, until a vector sees a token.
+struct alignas(16) pair_terms {
+    float scale[2], reference[2];
+};
+KMLA_DEVICE pair_terms* terms() { return (pair_terms*)(shared_memory() + kStateAt); }
+KMLA_DEVICE float& reference_of(int n) { return terms()[n / 2].reference[n % 2]; }
+// Of each vector: 2^(kMidExponent - a), where 2^-a is what V's weights times besides.
+KMLA_DEVICE float* weight_scales() { return (float*)(shared_memory() + kStateAt) + 2 * kTile; }
+// What V products and sums before a step are to be multiplied by, if the step says so.
+KMLA_DEVICE float* rescales_of(int buffer) { return weight_scales() + (1 + buffer) * kTile; }
+KMLA_DEVICE float* sum_factors_of(int buffer) { return weight_scales() + (3 + buffer) * kTile; }
 
 constexpr float kNoReference = -3.40282347e38f;
 
 typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile
 
-struct reader_state : block_place {
-    int half, tokens;           // warpgroup; first of the warp's 16 tokens of a step
-    accumulators out[4];        // O^T, as in store_results
-    float sum[kColumns][2];     // of the thread's two tokens' weights, by vector
+// What a block walks over.
+struct token_walk {
+    int first, steps;         // a step's multiple; how many
+    int full_begin, full_end; // steps of which every vector sees every token that exists
+    int odd; // 1 if the first step is odd, of all steps since token 0
 };
+
+KMLA_DEVICE token_walk find_walk() {
+    token_walk walk;
+    walk.first = bounds().begin / kStep * kStep;
+    walk.steps = maximum(bounds().end - walk.first + kStep - 1, 0) / kStep;
+    walk.full_begin = (bounds().full_begin - walk.first + kStep - 1) / kStep;
+    walk.full_end = (bounds().full_end - walk.first) / kStep;
+    walk.odd = walk.first / kStep % 2;
+    return walk;
+}
+
+// A slot of the ring of runs, and the parity of its barrier's phase.
+struct ring_place {
+    int slot;
+    uint32_t parity;
+};
+KMLA_DEVICE ring_place place_after(ring_place at, int runs) { // at most kStages of them
+    int slot = at.slot + runs;
+    bool wraps = slot >= kStages;
+    return ring_place{wraps ? slot - kStages : slot, at.parity ^ (uint32_t)wraps};
+}
+
+// Waits for both runs of a step. Whether every vector of the tile sees all 64 tokens.
+KMLA_DEVICE bool wait_for_runs(const token_walk& walk, int step, ring_place low, ring_place high) {
+    barrier_wait(arrival_of(low.slot), low.parity);
+    barrier_wait(arrival_of(high.slot), high.parity);
+    return step >= walk.full_begin && step < walk.full_end &&
+           (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;
+}
 
 // ---- the query: 8 lanes a vector, 16 dims of each 128 a lane
 
@@ -156,7 +224,7 @@ KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record
     }
 }
 
-KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state& s, int n) {
+KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {
     int vector = s.first_vector + n, part = s.lane % 8;
     bool exists = vector < s.vectors;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
@@ -206,180 +274,275 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const reader_state
         }
     }
     if (part == 0) {
-        score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
-        sum_references()[n] = kNoReference;
-        weight_references()[n] = kPacked ? kNoReference : 0;
+        terms()[n / 2].scale[n % 2] =
+            args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
+        reference_of(n) = kNoReference;
+        weight_scales()[n] = 1;
     }
 }
 
-KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const reader_state& s) {
+KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {
 #pragma unroll 1
-    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_READER_THREADS / 8) {
+    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {
         stage_vector(args, s, n);
     }
     fence_async_reads();
 }
 
-// ---- KV to shared memory
+// ---- KV to shared memory, by the value warps: runs of 32 tokens
 
-KMLA_DEVICE bool copies_in_bulk(const reader_state& s) { return kPitch == kRecordBytes && s.bulk; }
-KMLA_DEVICE bool is_copier(const reader_state& s) { return s.warp == 0; }
+KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }
 
-// The entry of the token that this lane answers for, a step ahead of the copy that needs it.
-KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
-    if (copies_in_bulk(s)) { // lane i: the run i, if any of its tokens is wanted
-        token += s.lane % kRuns * kRunTokens;
-        bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;
-        return wanted && is_copier(s) ? table_entry(args, s.group, token) : -1;
+// In bulk: lanes 0, 1 .. of the first value warp take a run each.
+
+// The table's entry for the page of a run, -1 if none of its tokens is wanted.
+KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {
+    bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;
+    return wanted ? table_entry(args, s.group, token) : -1;
+}
+
+KMLA_DEVICE void copy_run_in_bulk(const kmla_i_reader_args& args, int slot, int token, int entry) {
+    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);
+    int last = entry < 0 ? first : maximum(minimum(bounds().end - token, kRunTokens), first);
+    uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
+    run_tokens(slot) = bytes ? 0xFFFFFFFFu << first & 0xFFFFFFFFu >> (kRunTokens - last) : 0;
+    barrier_arrive_expect(arrival_of(slot), bytes);
+    if (bytes) {
+        uint64_t from = record_address(args, entry, token + first, kRecordBytes);
+        copy_bulk(records_of(slot) + first * kPitch, (const void*)from, bytes, arrival_of(slot));
     }
-    token += s.warp * kWarpTokens + s.lane % kWarpTokens;
+}
+
+// Record by record: all value warps take a share of each run.
+
+// The table's entry for this lane's token of a run, -1 if it is not wanted.
+KMLA_DEVICE int look_up_record(const kmla_i_reader_args& args, const block_place& s, int token) {
+    token += s.lane;
     bool wanted = token >= bounds().begin && token < bounds().end;
     return wanted ? table_entry(args, s.group, token) : -1;
 }
 
-KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,
-                                   int token, int entry) {
-    int run = s.lane % kRuns, at = token + run * kRunTokens;
-    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);
-    int last = entry < 0 ? first : maximum(minimum(bounds().end - at, kRunTokens), first);
-    // Warp w's 16 tokens are half a run.
-    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),
-                            s.lane * kWarpTokens / kRunTokens % kRuns);
-    if (s.lane < kWarps) {
-        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,
-                                                      (int)(both >> 16), (int)(both & 0xFFFF));
-    }
-    if (s.lane < kRuns) {
-        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
-        barrier_arrive_expect(arrival_of(step), bytes);
-        if (bytes) {
-            uint64_t from = record_address(args, entry, at + first, kRecordBytes);
-            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,
-                      bytes, arrival_of(step));
-        }
-    }
-}
-
-KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reader_state& s,
-                                     int step, int token, int entry) {
-    uint32_t exists = ballot(entry >= 0) & ((1u << kWarpTokens) - 1);
-    uint64_t address = record_address(args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens,
-                                      kRecordBytes);
+// Zeros where there is no record.
+KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,
+                                     int token, int entry) {
+    const int share = kRunTokens / kValueWarps;
+    uint64_t address = record_address(args, entry, token + s.lane, kRecordBytes);
     address = entry >= 0 ? address : 0;
-    if (s.lane == 0) {
-        token_masks_of(step)[s.warp] = (warp_mask)exists;
-    }
-    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;
+    uint32_t exists = ballot(entry >= 0);
 #pragma unroll 1
-    for (int i = 0; i < kWarpTokens; i++) {
+    for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {
         uint64_t record = shuffle(address, i);
         for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {
-            copy_async_16(stage + i * kPitch + at, (const void*)((record ? record : args.kv) + at),
-                          record != 0);
+            copy_async_16(records_of(slot) + i * kPitch + at,
+                          (const void*)((record ? record : args.kv) + at), record != 0);
         }
     }
-}
-
-// Starts the copy of the step that begins at `token` and looks the next one up.
-KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
-                           int token, int entry) {
-    if (!copies_in_bulk(s)) {
-        start_record_copies(args, s, step, token, entry);
-    } else if (is_copier(s)) {
-        start_bulk_copies(args, s, step, token, entry);
+    copy_arrive(arrival_of(slot));
+    if (s.warp == 0 && s.lane == 0) {
+        run_tokens(slot) = exists;
+        barrier_arrive(arrival_of(slot));
     }
-    copy_async_commit();
-    return look_up(args, s, token + kStep);
 }
 
-KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
+// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of
+// the one that says which there are.
+KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {
+    return copies_in_bulk(s) ? 1 : kValueThreads + 1;
+}
+
+// Fills the ring.
+KMLA_DEVICE void copy_first_runs(const kmla_i_reader_args& args, const block_place& s,
+                                 const token_walk& walk) {
+    int runs = minimum(kStages, 2 * walk.steps);
     if (copies_in_bulk(s)) {
-        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);
-    } else {
-        copy_async_wait<0>();
+        if (s.warp == 0 && s.lane < runs) {
+            int token = walk.first + s.lane * kRunTokens;
+            copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));
+        }
+        return;
+    }
+    int entry = look_up_record(args, s, walk.first);
+#pragma unroll 1
+    for (int run = 0; run < runs; run++) {
+        int token = walk.first + run * kRunTokens;
+        int next = look_up_record(args, s, token + kRunTokens);
+        copy_run_of_records(args, s, run, token, entry);
+        entry = next;
     }
 }
 
-// ---- QK: scores of the warpgroup's 64 tokens
+// What a value thread needs to start the copies of the two runs that take the place of a step's.
+struct next_copies {
+    int run;      // the first of the two
+    int entry[2]; // in bulk only the lane's own
+};
 
-KMLA_DEVICE uint64_t query_descriptor(int block, int k) {
-    return matrix_descriptor(query_block(0)) + (uint64_t)(block * kTile * 128 / 16 + k % 4 * 2);
+KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s,
+                            const token_walk& walk, next_copies& next) {
+    int token = walk.first + next.run * kRunTokens;
+    if (!copies_in_bulk(s)) {
+        next.entry[0] = look_up_record(args, s, token);
+        next.entry[1] = look_up_record(args, s, token + kRunTokens);
+    } else if (s.warp == 0 && s.lane < 2) {
+        next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);
+    }
 }
 
-// Raw words of a batch of k16 steps: of the thread's two tokens.
-typedef uint32_t raw_batch[kBatchSteps][2];
+// `place`: of the first of the two runs whose place is free now.
+KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_place& s,
+                                const token_walk& walk, ring_place place, next_copies& next) {
+    int token = walk.first + next.run * kRunTokens, left = 2 * walk.steps - next.run;
+    if (!copies_in_bulk(s)) {
+        for (int i = 0; i < 2 && i < left; i++) {
+            copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,
+                                next.entry[i]);
+        }
+    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {
+        copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,
+                         next.entry[0]);
+    }
+    next.run += 2;
+    look_ahead(args, s, walk, next);
+}
+
+// ---- QK: scores of a score warp's 16 tokens of a step
+
+// Where a score thread is.
+struct score_place {
+    int group; // which of the two; its weight buffer
+    int thread, warp, lane, row_in_quad, column;
+    int token; // of its two, the first within the step; the other is 8 on
+};
+
+KMLA_DEVICE uint64_t query_descriptor(int step_of_16) {
+    return matrix_descriptor(query_block(0)) +
+           (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);
+}
+
+// Raw words of a batch of k16 steps: of the thread's two tokens, one of codes or two of BF16.
+typedef uint32_t raw_batch[kBatchSteps][4];
 typedef uint32_t fragment_batch[kBatchSteps][4];
 
-KMLA_DEVICE void load_codes(const uint8_t* record, int batch, raw_batch& raw) {
+KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
+
+KMLA_DEVICE void load_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        const uint8_t* at = record + 16 * (batch * kBatchSteps + k);
-        raw[k][0] = *(const uint32_t*)at;
-        raw[k][1] = *(const uint32_t*)(at + 8 * kPitch);
-    }
-}
-
-KMLA_DEVICE void codes_to_fragment(const uint32_t (&raw)[2], uint32_t (&a)[4]) {
-    uint32_t low[2], high[2];
-    e4m3x4_to_f16(raw[0], low);
-    e4m3x4_to_f16(raw[1], high);
-    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];
-}
-
-KMLA_DEVICE void multiply_rope(const uint8_t* record, int column, accumulators& score) {
-    uint32_t a[kRopeSteps][4];
-#pragma unroll
-    for (int k = 0; k < kRopeSteps; k++) {
-        if (kPacked) {
-            const uint32_t* low =
-                (const uint32_t*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * (16 * k + 4 * column));
-            const uint32_t* high = low + 8 * kPitch / 4;
-            a[k][0] = low[0], a[k][1] = high[0], a[k][2] = low[1], a[k][3] = high[1];
+        int step = batch * kBatchSteps + k;
+        const uint8_t* at = record + 16 * step + 4 * column;
+        if (is_rope_of_bf16(batch)) {
+            at = record + KMLA_PACKED_ROPE_OFFSET +
+                 32 * (step - KMLA_LATENT_DIMS / 16) + 8 * column;
+            word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
+            raw[k][0] = low.x, raw[k][1] = high.x, raw[k][2] = low.y, raw[k][3] = high.y;
         } else {
-            const uint8_t* at = record + KMLA_LATENT_DIMS + 16 * k + 4 * column;
-            uint32_t raw[2] = {*(const uint32_t*)at, *(const uint32_t*)(at + 8 * kPitch)};
-            codes_to_fragment(raw, a[k]);
+            raw[k][0] = *(const uint32_t*)at;
+            raw[k][1] = *(const uint32_t*)(at + 8 * kPitch);
         }
     }
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kRopeSteps; k++) {
-        if (kPacked) {
-            wgmma_bf16(score, a[k], query_descriptor(kBlocksOf64 - 1, k), true);
-        } else {
-            wgmma_f16(score, a[k], query_descriptor(kBlocksOf64 - 1, k), true);
-        }
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
 }
 
-KMLA_DEVICE void codes_to_fragments(const raw_batch& raw, fragment_batch& a) {
+// `kept`: all ones for a token whose codes count, else 0.
+KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, int batch, const uint32_t (&kept)[2],
+                                    fragment_batch& a) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        codes_to_fragment(raw[k], a[k]);
+        if (is_rope_of_bf16(batch)) {
+            for (int i = 0; i < 4; i++) {
+                a[k][i] = raw[k][i];
+            }
+            continue;
+        }
+        uint32_t low[2], high[2];
+        e4m3x4_to_f16(kPacked ? raw[k][0] & kept[0] : raw[k][0], low);
+        e4m3x4_to_f16(kPacked ? raw[k][1] & kept[1] : raw[k][1], high);
+        a[k][0] = low[0], a[k][1] = high[0], a[k][2] = low[1], a[k][3] = high[1];
     }
 }
 
-// scales: of the thread's two tokens by group.
-KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage,
-                               const float (&scales)[2][kGroups], accumulators& score) {
-    const int per_group = kBatches / kGroups;
-    const uint8_t* record = stage + (s.tokens + s.row_in_quad) * kPitch;
-    accumulators sum_of_group;
+// Codes are multiplied as they are, group by group into the same sums. Between groups these are
+// multiplied by the token's scale of the group before over that of the next, in the end by the last.
+struct key_scales {
+    float factor[2][kGroups]; // of the thread's two tokens: behind each group
+    uint32_t kept;            // bit 4 i + g: group g of token i counts
+};
+
+// A group of which the scale is below 2^-kFaintGroup of the token's largest, as that of zeros, would
+// overflow such a quotient, and counts as zeros: less than rounding of any sum that it is part of.
+constexpr int kFaintGroup = 80;
+
+KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
+    key_scales scales;
+    scales.kept = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);
+        uint32_t of_group[kGroups] = {bits.x, bits.y, bits.z, bits.w}, largest = 0;
+#pragma unroll
+        for (int g = 0; g < kGroups; g++) {
+            largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);
+        }
+        bool finite = largest < 0x7F800000u;
+        float least = bits_float(largest) * bits_float((uint32_t)(127 - kFaintGroup) << 23);
+        // Towards 1, so that quotients of tiny scales are right too.
+        float normal = largest < 64u << 23 ? bits_float((127 + 64) << 23) : 1.0f;
+        float before = bits_float(largest);
+        before = largest == 0 ? 1.0f : before;
+#pragma unroll
+        for (int g = 0; g < kGroups; g++) {
+            float scale = bits_float(of_group[g]);
+            bool counts = finite && bits_float(of_group[g] & 0x7FFFFFFFu) > least;
+            scale = counts ? scale : before;
+            scales.kept |= (uint32_t)counts << (4 * i + g);
+            if (g > 0) {
+                scales.factor[i][g - 1] = before * normal * reciprocal(scale * normal);
+            }
+            before = scale;
+        }
+        // A scale that is no number makes the score none.
+        scales.factor[i][kGroups - 1] = finite ? before : bits_float(0x7FC00000u);
+    }
+    return scales;
+}
+
+KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {
+#pragma unroll
+    for (int i = 0; i < kColumns * 4; i++) {
+        score[i] *= scales.factor[i / 2 % 2][group];
+    }
+}
+
+KMLA_DEVICE void kept_of_batch(const key_scales& scales, int batch, uint32_t (&kept)[2]) {
+    int g = batch * kBatchSteps / kGroupSteps;
+    kept[0] = kPacked && !(scales.kept >> g & 1) ? 0 : 0xFFFFFFFFu;
+    kept[1] = kPacked && !(scales.kept >> (4 + g) & 1) ? 0 : 0xFFFFFFFFu;
+}
+
+KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {
+    const int per_group = kGroupSteps / kBatchSteps;
+    key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
-    load_codes(record + 4 * s.column, 0, raw);
-    codes_to_fragments(raw, a[0]);
-    load_codes(record + 4 * s.column, 1, raw);
+    uint32_t kept[2];
+    load_batch(record, s.column, 0, raw);
+    if (kPacked) {
+        scales = load_key_scales(record);
+    }
+    kept_of_batch(scales, 0, kept);
+    batch_to_fragments(raw, 0, kept, a[0]);
+    load_batch(record, s.column, 1, raw);
 #pragma unroll
     for (int batch = 0; batch < kBatches; batch++) {
+        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {
+            wgmma_wait<0>();
+            scale_scores(score, scales, batch / per_group - 1);
+        }
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBatchSteps; k++) {
-            uint64_t b = query_descriptor(batch, k);
-            if (kPacked) {
-                wgmma_f16(sum_of_group, a[batch % 2][k], b, batch % per_group + k > 0);
+            uint64_t b = query_descriptor(batch * kBatchSteps + k);
+            if (is_rope_of_bf16(batch)) {
+                wgmma_bf16(score, a[batch % 2][k], b, true);
             } else {
                 wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);
             }
@@ -387,252 +550,419 @@ KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage,
         wgmma_commit();
         if (batch + 1 < kBatches) {
             wgmma_wait<1>(); // the batch before is done with its registers
-            codes_to_fragments(raw, a[(batch + 1) % 2]);
+            if (batch + 1 < kLatentBatches) {
+                kept_of_batch(scales, batch + 1, kept);
+            }
+            batch_to_fragments(raw, batch + 1, kept, a[(batch + 1) % 2]);
         }
         if (batch + 2 < kBatches) {
-            load_codes(record + 4 * s.column, batch + 2, raw);
-        }
-        if (kPacked && batch % per_group == per_group - 1) {
-            int g = batch / per_group;
-            wgmma_wait<0>();
-            for (int i = 0; i < kColumns * 4; i++) {
-                float scaled = sum_of_group[i] * scales[i / 2 % 2][g];
-                score[i] = g == 0 ? scaled : score[i] + scaled;
-            }
+            load_batch(record, s.column, batch + 2, raw);
         }
     }
-    multiply_rope(record, s.column, score);
+    wgmma_wait<0>();
 }
 
-// ---- scales of packed records: as in the portable reader, 2^exponent goes with the score, the rest
-// here with V
+// ---- scales of values in packed records: as in the portable reader, 2^exponent goes with the
+// weight, the rest with V
 
-KMLA_DEVICE void load_scales(const reader_state& s, const uint8_t* stage, float (&scales)[2][kGroups],
-                             float (&exponent)[2]) {
+// From kLeastExponent to 126. 2^(exponent - kMidExponent), its inverse and products of it with
+// weights are normal floats.
+constexpr int kLeastExponent = -110, kMidExponent = 16;
+
+// Exponents of the thread's two tokens; the ratios of all four groups to the buffer.
+KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
+                              int (&exponent)[2]) {
+#pragma unroll
     for (int i = 0; i < 2; i++) {
-        int token = s.tokens + s.row_in_quad + 8 * i;
-        exponent[i] = 0;
-        if (!kPacked) {
-            continue;
-        }
-        word4 bits = *(const word4*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET);
+        word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);
         uint32_t of_group[kGroups] = {bits.x, bits.y, bits.z, bits.w}, largest = 0;
         for (int g = 0; g < kGroups; g++) {
-            scales[i][g] = bits_float(of_group[g]);
             uint32_t magnitude = of_group[g] & 0x7FFFFFFFu;
             of_group[g] = magnitude < 0x7F800000u ? of_group[g] : 0;
             largest = maximum(largest, magnitude < 0x7F800000u ? magnitude : 0);
         }
-        uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e
-        power = power < (253u << 23) ? power : 253u << 23;      // so that its inverse is normal
-        exponent[i] = (float)((int)(power >> 23) - 127);
+        uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^exponent
+        power = power < (253u << 23) ? power : 253u << 23;
+        power = maximum(power, (uint32_t)(127 + kLeastExponent) << 23);
+        exponent[i] = (int)(power >> 23) - 127;
         // The four lanes of a token store a group each.
         uint32_t mine = s.column == 0   ? of_group[0]
                         : s.column == 1 ? of_group[1]
                         : s.column == 2 ? of_group[2]
                                         : of_group[3];
         float ratio = bits_float(mine) * bits_float((254u << 23) - power);
-        ratios_of(s.column)[token] = (uint16_t)pack_f16(ratio, 0.0f);
+        ratios_of(buffer, s.column)[s.token + 8 * i] = (uint16_t)pack_f16(ratio, 0.0f);
     }
 }
 
+KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }
+
 // ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors
 
-// What a vector does not see has the score -inf.
-KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_mask* masks,
+// What a vector does not see has the score -inf. `tokens`: those of the warp that exist.
+KMLA_DEVICE void mask_scores(const score_place& s, int first_token, uint32_t tokens,
                              accumulators& score) {
-    int token = first_token + s.tokens + s.row_in_quad;
-    uint32_t mask = (uint32_t)masks[s.warp] >> s.row_in_quad;
+    int token = first_token + s.token;
+    tokens >>= s.row_in_quad;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         for (int i = 0; i < 2; i++) {
             vector_range range = range_of(8 * j + 2 * s.column + i);
-            bool low = token >= range.begin && token < range.end && (mask & 1);
-            bool high = token + 8 >= range.begin && token + 8 < range.end && (mask >> 8 & 1);
+            bool low = token >= range.begin && token < range.end && (tokens & 1);
+            bool high = token + 8 >= range.begin && token + 8 < range.end && (tokens >> 8 & 1);
             score[4 * j + i] = low ? score[4 * j + i] : -infinity();
             score[4 * j + 2 + i] = high ? score[4 * j + 2 + i] : -infinity();
         }
     }
 }
 
-// The entries of the thread's two vectors of column j.
+// The two entries of the thread's vectors of column j.
 struct of_two {
     float value[2];
 };
-KMLA_DEVICE of_two load_two(const reader_state& s, const float* of_vectors, int j) {
+KMLA_DEVICE of_two load_two(const score_place& s, const float* of_vectors, int j) {
     word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);
     return of_two{{bits_float(bits.x), bits_float(bits.y)}};
 }
+KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {
+    word4 bits = *(const word4*)(terms() + 4 * j + s.column);
+    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},
+                      {bits_float(bits.z), bits_float(bits.w)}};
+}
 
-// Weights by the references as they are, into shared memory, and their sums. Returns whether some
-// vector has outgrown its reference, which makes both worthless.
-KMLA_DEVICE bool store_weights(const reader_state& s, const accumulators& score,
-                               const float (&exponent)[2], float (&sum)[kColumns][2]) {
-    float top = -infinity(); // above the references, of all
-    uint8_t* block = weight_block(s.half);
-    int chunk = s.tokens % 64 / 8 + s.lane / 8 % 2;
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
-        of_two above = load_two(s, weight_references(), j);
-        float weight[4];
-        for (int i = 0; i < 2; i++) {
-            // Rounded before the difference, as the reference was: huge scores cancel exactly.
-            float low = score[4 * j + i] * scale.value[i] - reference.value[i];
-            float high = score[4 * j + 2 + i] * scale.value[i] - reference.value[i];
-            float p_low = exp2_fast(low), p_high = exp2_fast(high);
-            top = maximum(top, maximum(low, high));
-            sum[j][i] = p_low + p_high;
-            if (kPacked) {
-                low = low + exponent[0] - above.value[i];
-                high = high + exponent[1] - above.value[i];
-                top = maximum(top, maximum(low, high));
-                p_low = exp2_fast(low);
-                p_high = exp2_fast(high);
-            }
-            weight[i] = p_low;
-            weight[2 + i] = p_high;
-        }
-        store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk),
-                                   pack_f16(weight[0], weight[1]), pack_f16(weight[2], weight[3]));
+// A step's weights of a column by the references as they are. `power`: of the thread's two tokens.
+struct column_weights {
+    float sum[2];     // of the two tokens', as the sum takes them, by vector
+    uint32_t of_v[2]; // f16 pairs of vectors: the first token's, the second's
+};
+KMLA_DEVICE column_weights weigh_column(const score_place& s, const accumulators& score, int j,
+                                        const float (&power)[2]) {
+    pair_terms of = load_terms(s, j);
+    column_weights weights;
+    float low[2], high[2];
+    for (int i = 0; i < 2; i++) {
+        // Rounded before the difference, as the reference was: huge scores cancel exactly.
+        low[i] = exp2_fast(score[4 * j + i] * of.scale[i] - of.reference[i]);
+        high[i] = exp2_fast(score[4 * j + 2 + i] * of.scale[i] - of.reference[i]);
+        weights.sum[i] = low[i] + high[i];
     }
-    return top > KMLA_I_REFERENCE_GROWTH;
-}
-
-// Largest of the warp's 16 tokens, of one vector a lane pair.
-KMLA_DEVICE float top_of_warp(float low, float high) {
-    float top = maximum(low, high);
-    top = maximum(top, shuffle_xor(top, 4));
-    top = maximum(top, shuffle_xor(top, 8));
-    return maximum(top, shuffle_xor(top, 16));
-}
-
-// A first reference for vectors that have none, from the step's first 16 tokens: good enough in most
-// cases to spare the whole tile's maxima. For the first warp; a block barrier must follow.
-KMLA_DEVICE void guess_references(const reader_state& s, const accumulators& score,
-                                  const float (&exponent)[2]) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
+    if (kPacked) {
+        of_two of_v = load_two(s, weight_scales(), j);
         for (int i = 0; i < 2; i++) {
-            float low = score[4 * j + i] * scale.value[i];
-            float high = score[4 * j + 2 + i] * scale.value[i];
-            float guess = top_of_warp(low, high) - KMLA_I_REFERENCE_BELOW;
-            float above = 0;
-            if (kPacked) {
-                above = top_of_warp(low - guess + exponent[0], high - guess + exponent[1]) -
-                        KMLA_I_REFERENCE_BELOW;
-            }
-            bool wanted = reference.value[i] == kNoReference && guess > kNoReference;
-            if (wanted && s.row_in_quad == 0) {
-                sum_references()[8 * j + 2 * s.column + i] = guess;
-                weight_references()[8 * j + 2 * s.column + i] = above;
-            }
+            low[i] = low[i] * power[0] * of_v.value[i];
+            high[i] = high[i] * power[1] * of_v.value[i];
         }
     }
+    weights.of_v[0] = pack_f16(low[0], low[1]);
+    weights.of_v[1] = pack_f16(high[0], high[1]);
+    return weights;
 }
 
-// The tile's maxima of scores or, `with_exponent`, of what weighs V above the sum's reference.
-KMLA_DEVICE void store_tops(const reader_state& s, const accumulators& score,
-                            const float (&exponent)[2], bool with_exponent) {
+constexpr float kLargestSum = 1.15292150e18f; // 2^60; far more and sums might overflow
+
+// An f16 weight above 2^growth, or infinite.
+KMLA_DEVICE bool is_large(uint32_t weight) {
+    return weight > (15u + KMLA_I_REFERENCE_GROWTH) << 10;
+}
+
+// Weights into the buffer, and their sums. Whether some vector has outgrown its reference, which
+// makes both worthless.
+KMLA_DEVICE bool store_weights(const score_place& s, const accumulators& score,
+                               const float (&power)[2], float (&sum)[kColumns][2]) {
+    uint8_t* block = weight_block(s.group);
+    int chunk = s.warp * 2 + s.lane / 8 % 2;
+    uint32_t top = 0;
+    float top_sum = 0;
+    // Some columns are computed, then stored: stores are in order, what is between them need not be.
+    constexpr int some = kColumns > 5 ? 3 : 5;
+#pragma unroll
+    for (int first = 0; first < kColumns; first += some) {
+        uint32_t of_v[some][2];
+#pragma unroll
+        for (int j = first; j < first + some && j < kColumns; j++) {
+            column_weights weights = weigh_column(s, score, j, power);
+            for (int i = 0; i < 2; i++) {
+                sum[j][i] = weights.sum[i];
+                of_v[j - first][i] = weights.of_v[i];
+                top_sum = maximum(top_sum, weights.sum[i]);
+                top = maximum_f16x2(top, weights.of_v[i]);
+            }
+        }
+#pragma unroll
+        for (int j = first; j < first + some && j < kColumns; j++) {
+            store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk),
+                                       of_v[j - first][0], of_v[j - first][1]);
+        }
+    }
+    return top_sum > kLargestSum || is_large(top & 0xFFFFu) || is_large(top >> 16);
+}
+
+KMLA_DEVICE void meet_group(const score_place& s) {
+    named_barrier_sync(kScoreBarrier + (uint32_t)s.group, kScoreThreads);
+}
+
+// Whether any thread of the group says so. They meet here.
+KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {
+    uint32_t lanes = ballot(mine);
+    if (s.lane == 0) {
+        votes_of(s.group)[s.warp] = lanes;
+    }
+    meet_group(s);
+    word4 votes = *(const word4*)votes_of(s.group);
+    return (votes.x | votes.y | votes.z | votes.w) != 0;
+}
+
+// ---- references, the rare case: maxima of each vector over the step
+
+// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the
+// sum; 1 if it has outgrown its reference.
+enum top_kind { kTopScore, kTopWeight, kOutgrown };
+
+// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A
+// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.
+KMLA_DEVICE float* scratch_of(const score_place& s, int n) {
+    return (float*)weight_block(s.group) + 32 * n;
+}
+
+template <top_kind kind>
+KMLA_DEVICE void store_tops(const score_place& s, const accumulators& score,
+                            const float (&power)[2], const int (&exponent)[2]) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
-        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, sum_references(), j);
+        pair_terms of = load_terms(s, j);
+        column_weights weights = weigh_column(s, score, j, power);
         for (int i = 0; i < 2; i++) {
-            float low = score[4 * j + i] * scale.value[i];
-            float high = score[4 * j + 2 + i] * scale.value[i];
-            if (with_exponent) {
-                low = low - reference.value[i] + exponent[0];
-                high = high - reference.value[i] + exponent[1];
+            float low = score[4 * j + i] * of.scale[i], high = score[4 * j + 2 + i] * of.scale[i];
+            float of_low = (float)exponent[0], of_high = (float)exponent[1];
+            float top = maximum(low, high);
+            if (kind == kTopWeight) {
+                top = maximum(low - of.reference[i] + of_low, high - of.reference[i] + of_high);
+            } else if (kind == kOutgrown) {
+                top = weights.sum[i] > kLargestSum || is_large(weights.of_v[0] >> 16 * i & 0xFFFFu) ||
+                      is_large(weights.of_v[1] >> 16 * i & 0xFFFFu);
             }
-            float top = top_of_warp(low, high);
-            if (s.row_in_quad == 0) {
-                tops_of(s.warp)[8 * j + 2 * s.column + i] = top;
-            }
+            int row = s.warp * 8 + s.row_in_quad;
+            scratch_of(s, 8 * j + 2 * s.column + i)[(row + 8 * s.column) % 32] = top;
         }
     }
 }
 
-KMLA_DEVICE float raised_reference(int n, float reference) {
+// The largest over the step's tokens, of the thread's vector n < kTile.
+template <top_kind kind>
+KMLA_DEVICE float find_top(const score_place& s, const accumulators& score,
+                           const float (&power)[2], const int (&exponent)[2]) {
     float top = -infinity();
-    for (int w = 0; w < kWarps; w++) {
-        top = maximum(top, tops_of(w)[n]);
-    }
-    return top > reference + KMLA_I_REFERENCE_GROWTH ? top - KMLA_I_REFERENCE_BELOW : reference;
-}
-
-// New references where maxima have outgrown them; factors for what was summed under the old ones.
-KMLA_DEVICE void raise_references(const reader_state& s, const accumulators& score,
-                                  const float (&exponent)[2]) {
-    int n = thread_index();
-    store_tops(s, score, exponent, false);
-    sync_block();
-    if (n < kTile) {
-        float old = sum_references()[n], raised = raised_reference(n, old);
-        bool same = raised == old;
-        float factor = same ? 1.0f : exp2_fast(old - raised);
-        sum_factors()[n] = factor;
-        factors()[n] = factor;
-        if (!same) {
-            sum_references()[n] = raised;
-            weight_references()[n] -= kPacked ? raised - old : 0;
+    meet_group(s); // the scratch is free, and what it is computed from up to date
+    store_tops<kind>(s, score, power, exponent);
+    meet_group(s);
+    if (s.thread < kTile) {
+        for (int i = 0; i < 8; i++) {
+            word4 four = *(const word4*)(scratch_of(s, s.thread) + 4 * ((i + s.thread) % 8));
+            top = maximum(top, maximum(maximum(bits_float(four.x), bits_float(four.y)),
+                                       maximum(bits_float(four.z), bits_float(four.w))));
         }
     }
-    if (!kPacked) {
-        sync_block();
-        return;
-    }
-    sync_block();
-    store_tops(s, score, exponent, true);
-    sync_block();
-    if (n < kTile) {
-        float old = weight_references()[n], raised = raised_reference(n, old);
-        factors()[n] = raised == old ? 1.0f : exp2_fast(old - raised);
-        weight_references()[n] = raised;
-    }
-    sync_block();
+    return top;
 }
 
-KMLA_DEVICE void rescale(reader_state& s) {
+KMLA_DEVICE float round_up(float x) { // |x| < 2^22
+    float rounded = (x + 12582912.0f) - 12582912.0f;
+    return rounded < x ? rounded + 1 : rounded;
+}
+
+KMLA_DEVICE float weight_scale(int a) { return power_of(kMidExponent - a); }
+KMLA_DEVICE int exponent_of_scale(float scale) { return kMidExponent + 127 - (int)(float_bits(scale) >> 23); }
+
+// New references where there are none yet or weights have outgrown them, and factors for what was
+// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and
+// have met again when it ends.
+KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,
+                                  const float (&power)[2], const int (&exponent)[2]) {
+    int n = s.thread;
+    bool mine = n < kTile;
+    float old = mine ? reference_of(n) : 0, before = mine ? weight_scales()[n] : 1;
+    bool grown = first || find_top<kOutgrown>(s, score, power, exponent) > 0;
+    float top = find_top<kTopScore>(s, score, power, exponent);
+    float factor = 1, now = before;
+    grown = mine && grown && top > -infinity();
+    if (grown) {
+        float raised = maximum(old, top - KMLA_I_REFERENCE_BELOW);
+        factor = old == kNoReference ? 0 : exp2_fast(old - raised);
+        reference_of(n) = raised;
+    }
+    if (kPacked) {
+        float top_weight = find_top<kTopWeight>(s, score, power, exponent);
+        bool outgrown = top_weight - (float)exponent_of_scale(before) >
+                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;
+        if (grown && (old == kNoReference || outgrown)) {
+            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;
+            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));
+            weight_scales()[n] = now;
+        }
+    }
+    if (mine) {
+        sum_factors_of(s.group)[n] = factor;
+        rescales_of(s.group)[n] = factor * now * bits_float((254u << 23) - float_bits(before));
+    }
+    meet_group(s);
+}
+
+KMLA_DEVICE void scale_sums(const score_place& s, int buffer, float (&sum)[kColumns][2]) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
-        of_two of_sum = load_two(s, sum_factors(), j), factor = load_two(s, factors(), j);
+        of_two factor = load_two(s, sum_factors_of(buffer), j);
+        sum[j][0] *= factor.value[0];
+        sum[j][1] *= factor.value[1];
+    }
+}
+
+// ---- the walk of a score group over its steps
+
+// Before a group's softmax the other's of the step before is done: what that left counts.
+KMLA_DEVICE void take_turn(const score_place& s, float (&sum)[kColumns][2]) {
+    named_barrier_sync(kTurnBarrier + (uint32_t)s.group, 2 * kScoreThreads);
+    if (rescaled(1 - s.group)) {
+        scale_sums(s, 1 - s.group, sum);
+    }
+}
+KMLA_DEVICE void pass_turn(const score_place& s) {
+    named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);
+}
+
+// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
+// has a reference yet.
+KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
+                              const int (&exponent)[2], float (&sum)[kColumns][2]) {
+    float of_step[kColumns][2], power[2];
+    bool grown = first;
+    power[0] = power_of(exponent[0] - kMidExponent);
+    power[1] = power_of(exponent[1] - kMidExponent);
+    if (!first) {
+        grown = store_weights(s, score, power, of_step);
+        fence_async_reads();
+        grown = any_of_group(s, grown);
+    }
+    if (s.thread == 0) {
+        rescaled(s.group) = grown;
+    }
+    if (grown) {
+        raise_references(s, first, score, power, exponent);
+        pass_turn(s);
+        scale_sums(s, s.group, sum);
+        store_weights(s, score, power, of_step);
+        fence_async_reads();
+        meet_group(s);
+    } else {
+        pass_turn(s);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        sum[j][0] += of_step[j][0];
+        sum[j][1] += of_step[j][1];
+    }
+}
+
+// Sums over lanes, then warps and groups ascending; factors and targets of the results. The scratch
+// is the buffer of the step behind the last.
+KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer,
+                                const float (&sum)[kColumns][2]) {
+    float* rows = (float*)weight_block(buffer);
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
         for (int i = 0; i < 2; i++) {
-            s.sum[j][i] *= of_sum.value[i];
-            for (int m = 0; m < 4; m++) {
-                s.out[m][4 * j + i] *= factor.value[i];
-                s.out[m][4 * j + 2 + i] *= factor.value[i];
+            float of_warp = sum[j][i];
+            of_warp += shuffle_xor(of_warp, 4);
+            of_warp += shuffle_xor(of_warp, 8);
+            of_warp += shuffle_xor(of_warp, 16);
+            if (s.row_in_quad == 0) {
+                rows[(s.group * kScoreWarps + s.warp) * kTile + 8 * j + 2 * s.column + i] = of_warp;
             }
         }
     }
-}
-
-// `fresh`: some vector may have no reference yet.
-KMLA_DEVICE void softmax_step(reader_state& s, bool fresh, const accumulators& score,
-                              const float (&exponent)[2]) {
-    float sum[kColumns][2];
-    if (fresh) {
-        if (s.warp == 0) {
-            guess_references(s, score, exponent);
+    named_barrier_sync(kSumBarrier, 2 * kScoreThreads);
+    int n = s.thread;
+    if (s.group == 0 && n < kTile) {
+        float total = 0;
+        for (int row = 0; row < 2 * kScoreWarps; row++) {
+            total += rows[row * kTile + n];
         }
-        sync_block();
-    }
-    bool grown = store_weights(s, score, exponent, sum);
-    fence_async_reads();
-    if (sync_block_or(grown)) {
-        raise_references(s, score, exponent);
-        rescale(s);
-        store_weights(s, score, exponent, sum);
-        fence_async_reads();
-        sync_block();
-    }
-    for (int j = 0; j < kColumns; j++) {
-        s.sum[j][0] += sum[j][0];
-        s.sum[j][1] += sum[j][1];
+        float scale = kPacked ? exp2_wide((float)exponent_of_scale(weight_scales()[n]))
+                              : args.kv_scale;
+        finish_vector(args, n, total, reference_of(n), scale);
     }
 }
 
-// ---- PV
+// A buffer is free for step i when the values of step i - 2 are weighed.
+KMLA_DEVICE void take_buffer(int buffer, int step) {
+    if (step >= 2) {
+        barrier_wait(weights_free(buffer), (uint32_t)(step / 2 - 1) & 1);
+    }
+}
+
+KMLA_DEVICE score_place find_score_place(int thread) {
+    score_place s;
+    s.group = thread / kScoreThreads;
+    s.thread = thread % kScoreThreads;
+    s.warp = s.thread / 32;
+    s.lane = s.thread % 32;
+    s.row_in_quad = s.lane / 4;
+    s.column = s.lane % 4;
+    s.token = 16 * s.warp + s.row_in_quad;
+    return s;
+}
+
+KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
+    score_place s = find_score_place(thread_index());
+    float sum[kColumns][2];
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        sum[j][0] = sum[j][1] = 0;
+    }
+    int step = s.group ^ walk.odd; // the group's first
+    ring_place low = place_after(ring_place{0, 0}, 2 * step);
+#pragma unroll 1
+    for (; step < walk.steps; step += 2) {
+        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
+        ring_place high = place_after(low, 1);
+        int token = walk.first + step * kStep;
+        bool full = wait_for_runs(walk, step, low, high);
+        int slot = s.warp < 2 ? low.slot : high.slot;
+        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
+        const uint8_t* record =
+            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
+        accumulators score;
+        int exponent[2] = {0, 0};
+        multiply_keys(s, record, score);
+        s = find_score_place(opaque(thread_index()));
+        take_buffer(s.group, step);
+        if (kPacked) {
+            store_ratios(s, record, s.group, exponent);
+        }
+        if (!full) {
+            mask_scores(s, token, tokens, score);
+        }
+        if (step > 0) {
+            take_turn(s, sum);
+        }
+        softmax_step(s, step == 0, score, exponent, sum);
+        if (s.thread == 0) {
+            barrier_arrive(weights_ready(s.group));
+        }
+        low = place_after(low, 4);
+    }
+    launch_dependents();
+    if (step == walk.steps && step > 0) { // the last step was the other group's
+        take_turn(s, sum);
+    }
+    int next = (walk.steps + walk.odd) % 2;
+    take_buffer(next, walk.steps);
+    finish_softmax(args, s, next, sum);
+    if (s.group == 0) {
+        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);
+    }
+}
+
+// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
 
 // Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.
 KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {
@@ -666,143 +996,142 @@ KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ra
     }
 }
 
-// The first `steps` k16 steps of tokens.
+// Converted values of a k16 step; with registers to spare those of two.
+constexpr int kValueBuffers = kTile <= 32 ? 2 : 1;
+
+// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.
 template <bool masked>
-KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, int steps) {
-    const uint8_t* records = stage + 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad;
-    const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;
-    uint64_t b = matrix_descriptor(weight_block(0));
-    word2 token[4];
-    uint32_t a[2][4][4];
-    load_values(records, token);
-#pragma unroll 2
-    for (int k = 0; k < steps; k++) {
-        values_to_fragments<masked>(token, ratios + 8 * k, a[k % 2]);
-        if (k + 1 < steps) {
-            load_values(records + 16 * (k + 1) * kPitch, token);
+KMLA_DEVICE void multiply_values(const block_place& s, const uint8_t* low, const uint8_t* high,
+                                 int steps, int buffer, word2 (&token)[4],
+                                 accumulators (&out)[4]) {
+    const uint32_t* ratios = (const uint32_t*)ratios_of(buffer, s.warp / 2) + s.column;
+    uint64_t b = matrix_descriptor(weight_block(buffer));
+    constexpr int buffers = masked ? 1 : kValueBuffers;
+    uint32_t a[buffers][4][4];
+#pragma unroll
+    for (int k = 0; k < kStep / 16; k++) {
+        if (masked && k >= steps) {
+            break;
+        }
+        values_to_fragments<masked>(token, ratios + 8 * k, a[k % buffers]);
+        if (k + 1 < kStep / 16) {
+            load_values((k + 1 < 2 ? low : high) + (k + 1) % 2 * 16 * kPitch, token);
         }
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-            wgmma_f16(s.out[m], a[k % 2][m],
-                      b + (uint64_t)(k / 4 * kTile * 128 / 16 + k % 4 * 2), true);
+            wgmma_f16(out[m], a[k % buffers][m], b + (uint64_t)(2 * k), true);
         }
         wgmma_commit();
-        wgmma_wait<1>(); // the step before is done with its registers
+        wgmma_wait<buffers - 1>();
     }
     wgmma_wait<0>();
 }
 
-// ---- the block
-
-// Softmax and PV.
-template <bool masked>
-KMLA_DEVICE void weigh_values(reader_state& s, bool first, int token, int steps,
-                              const uint8_t* stage, const warp_mask* masks,
-                              const float (&exponent)[2], accumulators& score) {
-    if (masked) {
-        mask_scores(s, token, masks, score);
-    }
-    softmax_step(s, first || masked, score, exponent);
-    multiply_values<masked>(s, stage, steps);
-}
-
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
-    int first = bounds().begin / kStep * kStep;
-    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
-    if (steps == 0) {
-        return;
-    }
-    // Steps of which every vector of the tile sees every token that exists.
-    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
-    int full_end = (bounds().full_end - first) / kStep;
-    int entry = look_up(args, s, first);
-    entry = start_copy(args, s, 0, first, entry);
-    stage_query(args, s);
-    for (int step = 0; step < steps; step++) {
-        const uint8_t* stage = stage_of(step);
-        const warp_mask* masks = token_masks_of(step);
-        int token = first + step * kStep;
-        accumulators score;
-        float scales[2][kGroups], exponent[2];
-        wait_for_copy(s, step);
-        sync_block(); // this step is here for all, and all are done with the one before
-        load_scales(s, stage, scales, exponent);
-        multiply_keys(s, stage, scales, score);
-        // The second half of the step's tokens may lie behind the end.
-        int value_steps = bounds().end - token <= kStep / 2 ? kStep / 32 : kStep / 16;
-        if (step + 1 < steps) {
-            entry = start_copy(args, s, step + 1, token + kStep, entry);
-        }
-        if (step >= full_begin && step < full_end && all_exist(masks)) {
-            weigh_values<false>(s, step == 0, token, value_steps, stage, masks, exponent, score);
-        } else {
-            weigh_values<true>(s, step == 0, token, value_steps, stage, masks, exponent, score);
-        }
-    }
-}
-
-// Sums over lanes, then warps ascending.
-KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
+KMLA_DEVICE void rescale(const block_place& s, int buffer, accumulators (&out)[4]) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
-        for (int i = 0; i < 2; i++) {
-            float sum = s.sum[j][i];
-            sum += shuffle_xor(sum, 4);
-            sum += shuffle_xor(sum, 8);
-            sum += shuffle_xor(sum, 16);
-            if (s.row_in_quad == 0) {
-                tops_of(s.warp)[8 * j + 2 * s.column + i] = sum;
+        word2 bits = *(const word2*)(rescales_of(buffer) + 8 * j + 2 * s.column);
+        float factor[2] = {bits_float(bits.x), bits_float(bits.y)};
+        for (int m = 0; m < 4; m++) {
+            for (int i = 0; i < 4; i++) {
+                out[m][4 * j + i] *= factor[i % 2];
             }
         }
     }
-    sync_block();
-    int n = thread_index();
-    if (n < kTile) {
-        float sum = 0;
-        for (int w = 0; w < kWarps; w++) {
-            sum += tops_of(w)[n];
-        }
-        float scale = kPacked ? exp2_wide(weight_references()[n]) : args.kv_scale;
-        finish_vector(args, n, sum, sum_references()[n], scale);
-    }
 }
 
-KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, 1) {
+// s.warp counts from the first value warp.
+KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place& s,
+                              const token_walk& walk) {
+    accumulators out[4];
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        for (int i = 0; i < kColumns * 4; i++) {
+            out[m][i] = 0;
+        }
+    }
+    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
+    next_copies next = {kStages, {-1, -1}};
+    look_ahead(args, s, walk, next);
+    ring_place place = {0, 0}, before = {0, 0};
+#pragma unroll 1
+    for (int step = 0; step < walk.steps; step++) {
+        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
+        word2 raw[4];
+        if (step > 0) { // a step late, so that nobody waits for the slowest warp
+            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);
+            copy_next_runs(args, s, walk, before, next);
+        }
+        ring_place after = place_after(place, 1);
+        bool full = wait_for_runs(walk, step, place, after);
+        const uint8_t* low = records_of(place.slot) + offset;
+        const uint8_t* high = records_of(after.slot) + offset;
+        load_values(low, raw);
+        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
+        if (rescaled(buffer)) {
+            rescale(s, buffer, out);
+        }
+        if (full) {
+            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
+        } else {
+            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
+            multiply_values<true>(s, low, high, steps, buffer, raw, out);
+        }
+        if (s.lane == 0) {
+            barrier_arrive(weights_free(buffer));
+        }
+        before = place;
+        place = place_after(after, 1);
+    }
+    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);
+    store_results(args, s, out);
+}
+
+// ---- the block
+
+KMLA_DEVICE void init_barriers(const block_place& s) {
+    for (int slot = 0; slot < kStages; slot++) {
+        barrier_init(arrival_of(slot), run_arrivals(s));
+    }
+    for (int buffer = 0; buffer < 2; buffer++) {
+        barrier_init(weights_ready(buffer), 1);
+        barrier_init(weights_free(buffer), kValueWarps);
+    }
+    barrier_init_fence();
+}
+
+KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     wait_dependency();
     if (block_z() == args.groups) {
         clear_dead_rows(args);
         return;
     }
-    reader_state s;
+    block_place s;
     find_place(args, s);
     if (s.first_vector >= s.vectors) {
         return;
     }
-    s.half = s.warp / 4;
-    s.tokens = s.warp * kWarpTokens;
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        s.sum[j][0] = s.sum[j][1] = 0;
-        for (int m = 0; m < 4; m++) {
-            for (int i = 0; i < 4; i++) {
-                s.out[m][4 * j + i] = 0;
-            }
-        }
-    }
     if (thread_index() == 0) {
-        for (int stage = 0; stage < kStages; stage++) {
-            barrier_init(arrival_of(stage), kRuns);
-        }
-        barrier_init_fence();
+        init_barriers(s);
     }
-    find_ranges(args, s, tops_of(0));
+    find_ranges(args, s, weight_block(0));
     sync_block();
-    read_tokens(args, s);
-    launch_dependents();
-    finish_softmax(args, s);
+    token_walk walk = find_walk();
+    bool scores = s.warp < 2 * kScoreWarps;
+    s.warp -= 2 * kScoreWarps;
+    if (!scores) {
+        copy_first_runs(args, s, walk);
+    }
+    stage_query(args, s);
     sync_block();
-    store_results(args, s, s.out);
+    if (scores) {
+        registers_release<kScoreRegisters>();
+        score_tokens(args, walk);
+    } else {
+        registers_take<kValueRegisters>();
+        weigh_values(args, s, walk);
+    }
 }
 
 #endif

@@ -47,6 +47,13 @@ KMLA_DEVICE int block_y() { return (int)blockIdx.y; }
 KMLA_DEVICE int block_z() { return (int)blockIdx.z; }
 KMLA_DEVICE int grid_x() { return (int)gridDim.x; }
 
+// The value, of which nothing is known: what is computed from it in a loop stays there and takes no
+// registers elsewhere.
+KMLA_DEVICE int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Dynamic shared memory of the block, aligned to 1,024 bytes.
 KMLA_DEVICE uint8_t* shared_memory() {
     extern __shared__ __align__(1024) uint8_t kmla_shared[];
@@ -60,6 +67,13 @@ KMLA_DEVICE uint32_t shared_address(const void* pointer) {
 // ---- barriers, votes, shuffles
 
 KMLA_DEVICE void sync_block() { __syncthreads(); }
+// Barriers 1 to 15 of the block, of `threads` threads in whole warps; one may arrive and not wait.
+KMLA_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+KMLA_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // Barrier that also tells every thread whether any had a true predicate.
 KMLA_DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
 KMLA_DEVICE uint32_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
@@ -88,6 +102,13 @@ KMLA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 // Correctly rounded: the writers' bytes are the host's.
 KMLA_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 KMLA_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+
+// To one or two units in the last place; the value and its inverse are normal.
+KMLA_DEVICE float reciprocal(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
 
 KMLA_DEVICE float exp2_fast(float value) {
     float result;
@@ -137,6 +158,12 @@ KMLA_DEVICE uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
 KMLA_DEVICE uint32_t minimum_f16x2(uint32_t a, uint32_t b) {
     uint32_t result;
     asm("min.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+KMLA_DEVICE uint32_t maximum_f16x2(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
 
@@ -212,6 +239,16 @@ KMLA_DEVICE void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
                  "r"(bytes)
                  : "memory");
 }
+KMLA_DEVICE void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+// One arrival when all of this thread's copy_async so far have landed.
+KMLA_DEVICE void copy_arrive(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                     shared_address(barrier))
+                 : "memory");
+}
 KMLA_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -232,6 +269,15 @@ KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uin
 #endif
 
 #if KMLA_HAS_WGMMA
+// All warps of a warpgroup: gives registers back to the block, down to `count` a thread, or takes
+// some, up to `count`, which waits until others have given them back.
+template <uint32_t count> KMLA_DEVICE void registers_release() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <uint32_t count> KMLA_DEVICE void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
 // ---- matrix products of a warpgroup: d[64 x n] += a[64 x 16] * b[16 x n], asynchronously. A warp has
 // 16 rows, in mma.sync's fragments; b is in shared memory: rows of n, 128 bytes of k, swizzled.
 
@@ -249,129 +295,54 @@ template <int pending> KMLA_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// One for each n; d has n / 2 registers. Without `add` what d held does not count.
-KMLA_DEVICE void wgmma_f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_f16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-                 "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_f16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %17, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
-                 "{%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_f16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
-                 " %12,%13,%14,%15}, "
-                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_f16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %25, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
-                 " %12,%13,%14,%15,%16,%17,%18,%19}, "
-                 "{%20,%21,%22,%23}, %24, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_bf16(float (&d)[8], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-                 "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_bf16(float (&d)[12], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %17, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
-                 "{%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_bf16(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
-                 " %12,%13,%14,%15}, "
-                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
-KMLA_DEVICE void wgmma_bf16(float (&d)[20], const uint32_t (&a)[4], uint64_t b,
-                            bool add) {
-    asm volatile("{ .reg .pred p;\n"
-                 "setp.ne.b32 p, %25, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,"
-                 " %12,%13,%14,%15,%16,%17,%18,%19}, "
-                 "{%20,%21,%22,%23}, %24, p, 1, 1, 0; }"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
-                   "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-                   "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
+// One for each n; d has n / 2 registers. Without `add` what d held does not count. The macros write out
+// d's registers: KMLA_D<n / 2> as operands, KMLA_R<n / 2> as their numbers.
+#define KMLA_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define KMLA_D8(i) KMLA_D4(i), KMLA_D4(i + 4)
+#define KMLA_D16(i) KMLA_D8(i), KMLA_D8(i + 8)
+#define KMLA_D32(i) KMLA_D16(i), KMLA_D16(i + 16)
+#define KMLA_R4 "%0,%1,%2,%3"
+#define KMLA_R8 KMLA_R4 ",%4,%5,%6,%7"
+#define KMLA_R12 KMLA_R8 ",%8,%9,%10,%11"
+#define KMLA_R16 KMLA_R12 ",%12,%13,%14,%15"
+#define KMLA_R20 KMLA_R16 ",%16,%17,%18,%19"
+#define KMLA_R24 KMLA_R20 ",%20,%21,%22,%23"
+#define KMLA_R28 KMLA_R24 ",%24,%25,%26,%27"
+#define KMLA_R32 KMLA_R28 ",%28,%29,%30,%31"
+#define KMLA_R36 KMLA_R32 ",%32,%33,%34,%35"
+#define KMLA_R40 KMLA_R36 ",%36,%37,%38,%39"
+#define KMLA_WGMMA(name, types, count, n, numbers, a0, a1, a2, a3, b, flag, ...)                   \
+    KMLA_DEVICE void name(float (&d)[count], const uint32_t (&a)[4], uint64_t b_at, bool add) {    \
+        asm volatile("{ .reg .pred p;\n"                                                           \
+                     "setp.ne.b32 p, %" #flag ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" numbers "}, "    \
+                     "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", p, 1, 1, 0; }"              \
+                     : __VA_ARGS__                                                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)add));      \
+    }
+#define KMLA_WGMMAS(name, types) \
+    KMLA_WGMMA(name, types, 4, 8, KMLA_R4, 4, 5, 6, 7, 8, 9, \
+               KMLA_D4(0)) \
+    KMLA_WGMMA(name, types, 8, 16, KMLA_R8, 8, 9, 10, 11, 12, 13, \
+               KMLA_D8(0)) \
+    KMLA_WGMMA(name, types, 12, 24, KMLA_R12, 12, 13, 14, 15, 16, 17, \
+               KMLA_D8(0), KMLA_D4(8)) \
+    KMLA_WGMMA(name, types, 16, 32, KMLA_R16, 16, 17, 18, 19, 20, 21, \
+               KMLA_D16(0)) \
+    KMLA_WGMMA(name, types, 20, 40, KMLA_R20, 20, 21, 22, 23, 24, 25, \
+               KMLA_D16(0), KMLA_D4(16)) \
+    KMLA_WGMMA(name, types, 24, 48, KMLA_R24, 24, 25, 26, 27, 28, 29, \
+               KMLA_D16(0), KMLA_D8(16)) \
+    KMLA_WGMMA(name, types, 28, 56, KMLA_R28, 28, 29, 30, 31, 32, 33, \
+               KMLA_D16(0), KMLA_D8(16), KMLA_D4(24)) \
+    KMLA_WGMMA(name, types, 32, 64, KMLA_R32, 32, 33, 34, 35, 36, 37, \
+               KMLA_D32(0)) \
+    KMLA_WGMMA(name, types, 36, 72, KMLA_R36, 36, 37, 38, 39, 40, 41, \
+               KMLA_D32(0), KMLA_D4(32)) \
+    KMLA_WGMMA(name, types, 40, 80, KMLA_R40, 40, 41, 42, 43, 44, 45, \
+               KMLA_D32(0), KMLA_D8(32))
+KMLA_WGMMAS(wgmma_f16, "f16.f16")
+KMLA_WGMMAS(wgmma_bf16, "bf16.bf16")
 
 // Two 8x8 matrices, transposed: lane l of 0..15 gives the address of row l%8 of matrix l/8.
 KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t high) {

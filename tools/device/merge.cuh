@@ -9,17 +9,14 @@ KMLA_DEVICE float load_number(uint64_t base, int64_t index, int type) {
     return bits_float((uint32_t)((const uint16_t*)base)[index] << 16);
 }
 
-// Four neighbouring elements at once; index is a multiple of 4.
-KMLA_DEVICE void load_numbers(uint64_t base, int64_t index, int type, float (&x)[4]) {
-    if (type == KMLA_FP32) {
-        word4 bits = *(const word4*)((const float*)base + index);
-        x[0] = bits_float(bits.x), x[1] = bits_float(bits.y);
-        x[2] = bits_float(bits.z), x[3] = bits_float(bits.w);
-    } else {
-        word2 bits = *(const word2*)((const uint16_t*)base + index);
-        x[0] = bf16_low(bits.x), x[1] = bf16_high(bits.x);
-        x[2] = bf16_low(bits.y), x[3] = bf16_high(bits.y);
-    }
+// Four neighbouring elements as they lie in memory.
+KMLA_DEVICE void numbers_of(const word4& fp32, float (&x)[4]) {
+    x[0] = bits_float(fp32.x), x[1] = bits_float(fp32.y);
+    x[2] = bits_float(fp32.z), x[3] = bits_float(fp32.w);
+}
+KMLA_DEVICE void numbers_of(const word2& bf16, float (&x)[4]) {
+    x[0] = bf16_low(bf16.x), x[1] = bf16_high(bf16.x);
+    x[2] = bf16_low(bf16.y), x[3] = bf16_high(bf16.y);
 }
 
 KMLA_DEVICE void store_numbers(uint64_t base, int64_t index, int type, const float (&x)[4]) {
@@ -40,6 +37,40 @@ KMLA_DEVICE float load_lse(const kmla_i_combine_args& args, int row, int head, i
     return part < args.parts ? ((const float*)args.part_lse)[index] : -infinity();
 }
 
+struct weighted {
+    float sum, out[4]; // of weights; of weights times elements
+};
+
+// Adds the parts from `first` on, `count` <= 32 of them; lane i has the weight of part first + i.
+// `at` is in elements, of which `four` is four. Eight loads at once: what weighs nothing is
+// not read, but replaced by the top, so that there is no branch between them.
+template <typename four>
+KMLA_DEVICE void add_parts(const kmla_i_combine_args& args, int64_t at, int first, int count,
+                           float lane_weight, int top_part, weighted& all) {
+    const int at_once = 8;
+    const four* from = (const four*)args.part_out + (uint64_t)at / 4;
+    const uint64_t stride = (uint64_t)args.part_out_stride / 4;
+#pragma unroll 1
+    for (int i = 0; i < count; i += at_once) {
+        four bits[at_once];
+        float weight[at_once], x[4];
+#pragma unroll
+        for (int k = 0; k < at_once; k++) {
+            weight[k] = shuffle(lane_weight, i + k);
+            int part = weight[k] > 0 ? first + i + k : top_part;
+            bits[k] = from[(uint32_t)part * stride];
+        }
+#pragma unroll
+        for (int k = 0; k < at_once; k++) {
+            numbers_of(bits[k], x);
+            all.sum += weight[k];
+            for (int d = 0; d < 4; d++) {
+                all.out[d] += weight[k] * x[d];
+            }
+        }
+    }
+}
+
 // out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.
 // A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that
 // its split has written the result itself; in the combine both are empty parts, like -inf. One
@@ -50,6 +81,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
     float top = -infinity();
     int top_part = 0;
     bool nan = false, done = false;
+#pragma unroll 1
     for (int first = 0; first < args.parts; first += 32) {
         float lse = load_lse(args, row, head, first);
         nan = nan || !(lse == lse);
@@ -70,29 +102,24 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
     if (is_merge && ballot(done)) {
         return;
     }
-    float sum = 0, out[4] = {0, 0, 0, 0};
+    weighted all = {0, {0, 0, 0, 0}};
     int64_t at = row * args.part_row_stride + head * args.part_head_stride + dim;
+#pragma unroll 1
     for (int first = 0; first < args.parts && top > -infinity(); first += 32) {
         float lse = load_lse(args, row, head, first);
         bool counts = lse > -infinity() && lse < infinity();
-        float mine = counts ? exp2_fast((lse - top) * log2_e) : 0;
+        float weight = counts ? exp2_fast((lse - top) * log2_e) : 0;
         int count = minimum(args.parts - first, 32);
-#pragma unroll 8
-        for (int i = 0; i < count; i++) {
-            float weight = shuffle(mine, i), x[4];
-            // Without a branch, so that loads overlap: what weighs nothing is replaced by the top.
-            int part = weight > 0 ? first + i : top_part;
-            load_numbers(args.part_out, at + part * args.part_out_stride, args.part_type, x);
-            sum += weight;
-            for (int d = 0; d < 4; d++) {
-                out[d] += weight * x[d];
-            }
+        if (args.part_type == KMLA_FP32) {
+            add_parts<word4>(args, at, first, count, weight, top_part, all);
+        } else {
+            add_parts<word2>(args, at, first, count, weight, top_part, all);
         }
     }
-    bool empty = sum == 0;
-    float lse = empty ? -infinity() : top + log2_fast(sum) * ln_2;
+    bool empty = all.sum == 0;
+    float lse = empty ? -infinity() : top + log2_fast(all.sum) * ln_2, out[4];
     for (int d = 0; d < 4; d++) {
-        out[d] = empty ? 0 : divide(out[d], sum);
+        out[d] = empty ? 0 : divide(all.out[d], all.sum);
     }
     if (is_merge && ballot(nan)) {
         lse = out[0] = out[1] = out[2] = out[3] = bits_float(0x7FFFFFFF);

@@ -4,144 +4,175 @@
 // O^T = V^T P^T, vectors the N side, whose step is 8. So each record is converted once a block, from
 // raw bytes straight into fragments, and 99 heads pad to 104, not to 128.
 //
-// A step is 32 tokens. Its warps are 2 halves of the tokens x 4 groups of 128 dims (and 16 rope
-// lanes) in QK, 8 slices of 64 dims in PV; in softmax 8 lanes share a vector, 4 tokens each. This
-// does not change with KMLA_TILE, so a vector's bits do not depend on how vectors are tiled.
+// A step is 64 tokens (BF16 KV: 32). In QK its warps are 2 halves of the tokens x 4 groups of 128
+// dims (and 16 rope lanes), whose query stays in registers. What they have is in units of 16 tokens
+// x 8 vectors. The four warps of a half exchange their sums so that each unit has one owner, which
+// sees it through softmax; each counts units from its own on, so that registers need no index. In PV
+// a warp has 64 dims. A vector's bits do not depend on how vectors are tiled: no sum's order does.
 //
 // Exactness: codes and a query normalised by a power of two are exact in f16; scales enter in fp32
 // after the sum over their group. P is f16, whose range is kept by a reference per vector: a
-// token's weight carries the exponent of its largest scale, V only the rest (in (0,1]).
+// token's weight carries the exponent of its largest scale, V only the rest (in (0,1]). Weights are
+// computed by the references that are there; a vote says whether some vector has outgrown its own,
+// and only then maxima are taken and the step's weights computed again.
 
 #if defined(KMLA_TILE) && !defined(KMLA_HOPPER)
 
-// Where an SM has room for two large blocks, they share it and leave the query's fragments in shared
-// memory; a block alone keeps them in registers.
-constexpr bool kQueryShared = kResident > 1 && kTile > 16;
-constexpr int kBlocks = kStep / 16;                // token halves in QK, k16 steps in PV
 constexpr int kLatentSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a warp's latent group
 constexpr int kQuerySteps = kLatentSteps + 1;      // and one of 16 rope lanes
+constexpr int kTokenTiles = kStep / 32;            // of 16 tokens: of a warp in QK
+constexpr int kStepTiles = kStep / 16;
+constexpr int kUnits = kColumns * kTokenTiles;     // of a half; unit u is of tile u % kTokenTiles
+constexpr int kOwners = kUnits < kGroups ? kUnits : kGroups; // warps of a half: u % kOwners is owner
+constexpr int kSlots = kUnits / kOwners;                     // units that an owner has
+constexpr int kSources = kSlots > 1 ? 1 : kGroups - 1; // groups exchanged at a time: as room allows
+constexpr int kWeightPitch = kStep + 8;            // so that rows fall into different banks
+constexpr float kNoReference = -3.40282347e38f;    // of a vector without a token: any outgrows it
 
 // ---- shared memory, in this order; the host computes the same sum
 
 constexpr int kStagesAt = kSmallBytes;
-constexpr int kScoresAt = kStagesAt + kStages * kStep * kPitch;      // fp32 [4][tile][36]
-constexpr int kWeightsAt = kScoresAt + kGroups * kTile * KMLA_I_SCORE_PITCH * 4; // [1|2][tile][40]
-constexpr int kRatiosAt = kWeightsAt + kTile * KMLA_I_WEIGHT_PITCH * 2 * (kBf16 ? 2 : 1);
-constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][32]
-constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [32]
-// The query's fragments: behind all that, or, on their way to registers, in the last stage and the
-// scores.
-constexpr int kQueryBytes = kTile * KMLA_QUERY_DIMS * 2;
-constexpr int kQueryAt = kQueryShared ? kEnd : kStagesAt + (kStages - 1) * kStep * kPitch;
-static_assert(kQueryShared || kQueryAt + kQueryBytes <= kWeightsAt, "the query fits");
-static_assert(kEnd + (kQueryShared ? kQueryBytes : 0) == KMLA_SHARED_BYTES,
-              "host and device layouts differ");
+// fp32 [2 halves][owners][slots][sources][32 lanes][4]
+constexpr int kExchangeAt = kStagesAt + kStages * kStep * kPitch;
+constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]
+constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 ? 2 : 1);
+constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][step]
+constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [step]
+static_assert(kEnd == KMLA_SHARED_BYTES, "host and device layouts differ");
+static_assert((2 * kStepTiles) * kTile * 4 <= kWeightsAt - kExchangeAt, "maxima fit");
+
+// Softmax of a unit: the lane's vectors are 2 * column and the next, its tokens row_in_quad and + 8.
+struct unit_state {
+    float sum_reference[2];    // log2; sum has exp2(score - sum_reference)
+    float weight_reference[2]; // above that: weights are exp2(score - sum_reference + exponent - it)
+    float sum[2];              // of the lane's own tokens
+    float scale[2];            // what makes scores of sums, in log2 units
+};
 
 struct reader_state : block_place {
-    int dims, half; // in QK: the warp's group of dims, its half of the step's tokens
-    // Fragments that live through the loop.
-    word2 query[kQueryShared ? 1 : kQuerySteps][kColumns];
+    int dims, half;     // in QK: the warp's group of dims, its half of the step's tokens
+    int owner;          // whose units the warp counts from: dims, if that is an owner
+    word2 query[kQuerySteps][kColumns]; // B fragments, of columns as column_of counts them
+    unit_state unit[kSlots];
     float out[4][kColumns][4]; // O^T, as in store_results
-    // Softmax of the thread's vector; shared by 8 lanes, each sums its own 4 tokens of a step.
-    float scale;            // of scores, to log2 units
-    float sum_reference;    // log2; sum has exp2(score - sum_reference)
-    float weight_reference; // above that: weights are exp2(score - sum_reference + exponent - it)
-    float sum;
 };
 
 KMLA_DEVICE uint8_t* stage_of(int step) {
     return shared_memory() + kStagesAt + step % kStages * kStep * kPitch;
-}
-KMLA_DEVICE float* scores_of(int group) {
-    return (float*)(shared_memory() + kScoresAt) + group * kTile * KMLA_I_SCORE_PITCH;
 }
 KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }
 KMLA_DEVICE uint16_t* ratios_of(int group) {
     return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;
 }
 KMLA_DEVICE float* exponents() { return (float*)(shared_memory() + kExponentsAt); }
-// Largest magnitude of each vector's dims of one group (and its 16 rope lanes), where weights will be.
-KMLA_DEVICE float* amax_of(int group) { return (float*)weights() + group * kTile; }
+// A lane's sums of an owner's unit from another group, which is `other` = its number ^ the owner's.
+KMLA_DEVICE word4& exchanged(const reader_state& s, int owner, int slot, int other) {
+    int row = ((s.half * kOwners + owner) * kSlots + slot) * kSources + (other - 1) % kSources;
+    return ((word4*)(shared_memory() + kExchangeAt))[row * 32 + s.lane];
+}
+// By vector, of 16 tokens each: maxima, in the end sums. Where scores are exchanged, between times.
+KMLA_DEVICE float* of_tokens(int tile) {
+    return (float*)(shared_memory() + kExchangeAt) + tile * kTile;
+}
+
+// The warp's tile `i` of its half's tokens, its column `i` of vectors, as indices of the step's and of
+// the tile's. Its tile and columns i * kOwners / kTokenTiles, 0 in the first slot, are those it owns.
+KMLA_DEVICE int tile_of(const reader_state& s, int i) {
+    return s.half * kTokenTiles + (i ^ s.owner % kTokenTiles);
+}
+KMLA_DEVICE int column_of(const reader_state& s, int i) { return i ^ s.owner / kTokenTiles; }
+constexpr int kSlotColumns = kOwners / kTokenTiles; // from a slot's column to the next one's
+// The lane's first vector of a slot, and whether there is such a slot.
+KMLA_DEVICE int vector_of(const reader_state& s, int slot) {
+    return 8 * column_of(s, slot * kSlotColumns) + 2 * s.column;
+}
+KMLA_DEVICE bool owns(const reader_state& s) { return kOwners == kGroups || s.owner == s.dims; }
 
 // ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
 //
-// Lane l holds vector 8j + l/4 and, of 16 dims, dims 4(l%4)..+3: the k order of the records' 4-byte
-// words, so that A fragments need no shuffling. Of the two warps of a group of dims each prepares
-// every other column j, in shared memory, where both then read.
+// Lane l holds vector 8j + l/4 of column j. Of 16 dims that meet codes it has 4(l%4)..+3, the k order
+// of the records' 4-byte words, so that A fragments need no shuffling; else mma's own order.
 
-// The fragments of k16 step k and column j, 8 bytes a lane.
-KMLA_DEVICE word2& staged_query(int group, int k, int j, int lane) {
-    return ((word2*)(shared_memory() + kQueryAt))[((group * kQuerySteps + k) * kColumns + j) * 32 +
-                                                  lane];
+KMLA_DEVICE constexpr bool meets_codes(int k) { return kE4m3 || (kPacked && k < kLatentSteps); }
+
+// The lane's four of 16 elements.
+KMLA_DEVICE word2 load_bf16_query(uint64_t at, int column, bool codes_order) {
+    if (codes_order) {
+        return *(const word2*)(at + 8 * column);
+    }
+    return word2{*(const uint32_t*)(at + 4 * column), *(const uint32_t*)(at + 16 + 4 * column)};
 }
 
-KMLA_DEVICE word2 codes_to_bf16(uint32_t codes, float scale) {
+KMLA_DEVICE word2 load_code_query(uint64_t at, int column, bool codes_order, float scale) {
+    uint32_t codes;
     float x[4];
+    if (codes_order) {
+        codes = *(const uint32_t*)(at + 4 * column);
+    } else {
+        codes = *(const uint16_t*)(at + 2 * column) |
+                (uint32_t) * (const uint16_t*)(at + 8 + 2 * column) << 16;
+    }
     for (int i = 0; i < 4; i++) {
         x[i] = e4m3_to_float(codes >> (8 * i) & 0xFF) * scale;
     }
     return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
 }
 
-// Stages column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in
-// score_scale.
-KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, const reader_state& s, int j) {
-    int group = s.dims;
-    int latent = group * KMLA_GROUP_DIMS + 4 * s.column, rope = 16 * group + 4 * s.column;
-    int vector = s.first_vector + 8 * j + s.row_in_quad;
-    if (vector >= s.vectors) {
-        for (int k = 0; k < kQuerySteps; k++) {
-            staged_query(group, k, j, s.lane) = word2{0, 0};
-        }
-        return;
-    }
+// Column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in score_scale.
+KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, reader_state& s, int j) {
+    int vector = s.first_vector + 8 * column_of(s, j) + s.row_in_quad;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
-    if (args.query_format == KMLA_QUERY_BF16) {
+    bool packed = args.query_format == KMLA_QUERY_PACKED;
+    if (vector >= s.vectors) {
 #pragma unroll
         for (int k = 0; k < kQuerySteps; k++) {
-            int dim = k < kLatentSteps ? latent + 16 * k : KMLA_LATENT_DIMS + rope;
-            copy_async_8(&staged_query(group, k, j, s.lane), (const void*)(record + 2 * dim));
+            s.query[k][j] = word2{0, 0};
         }
-        return;
-    }
-    bool packed = args.query_format == KMLA_QUERY_PACKED;
-    float scale = packed ? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[group] : 1.0f;
-#pragma unroll 1
-    for (int k = 0; k < kQuerySteps; k++) {
-        word2 pair;
-        if (packed && k == kLatentSteps) {
-            pair = *(const word2*)(record + KMLA_PACKED_ROPE_OFFSET + 2 * rope);
-        } else {
-            int dim = k < kLatentSteps ? latent + 16 * k : KMLA_LATENT_DIMS + rope;
-            pair = codes_to_bf16(*(const uint32_t*)(record + dim), scale);
+    } else if (args.query_format == KMLA_QUERY_BF16) {
+#pragma unroll
+        for (int k = 0; k < kQuerySteps; k++) {
+            int dim = k < kLatentSteps ? s.dims * KMLA_GROUP_DIMS + 16 * k
+                                       : KMLA_LATENT_DIMS + 16 * s.dims;
+            s.query[k][j] = load_bf16_query(record + 2 * dim, s.column, meets_codes(k));
         }
-        staged_query(group, k, j, s.lane) = pair;
+    } else {
+        float scale =
+            packed ? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[s.dims] : 1.0f;
+#pragma unroll
+        for (int k = 0; k < kLatentSteps; k++) {
+            uint64_t at = record + s.dims * KMLA_GROUP_DIMS + 16 * k;
+            s.query[k][j] = load_code_query(at, s.column, meets_codes(k), scale);
+        }
+        bool codes_order = meets_codes(kLatentSteps);
+        s.query[kLatentSteps][j] =
+            packed ? load_bf16_query(record + KMLA_PACKED_ROPE_OFFSET + 32 * s.dims, s.column,
+                                     codes_order)
+                   : load_code_query(record + KMLA_LATENT_DIMS + 16 * s.dims, s.column,
+                                     codes_order, scale);
     }
 }
 
-KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {
-#pragma unroll 1
-    for (int j = s.half; j < kColumns; j += 2) {
+KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
         load_query_column(args, s, j);
     }
-    copy_async_commit();
 }
 
-KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
-    pair &= 0x7FFF7FFFu;
-    return maximum(amax, maximum(bf16_low(pair), bf16_high(pair)));
-}
-
-// Largest magnitude of the first `steps` k16 steps; the 4 lanes of a vector agree.
-KMLA_DEVICE float staged_amax(const reader_state& s, int j, int steps) {
-    float amax = 0;
+// Largest magnitude of the first `steps` k16 steps, NaN if there is one; the 4 lanes of a vector
+// agree. By bits: the high element of a pair counts before the low one, which is then taken alone.
+KMLA_DEVICE float query_amax(const reader_state& s, int j, int steps) {
+    uint32_t high = 0, low = 0;
+#pragma unroll
     for (int k = 0; k < steps; k++) {
-        word2 pair = staged_query(s.dims, k, j, s.lane);
-        amax = amax_of_pair(amax_of_pair(amax, pair.x), pair.y);
+        word2 pair = s.query[k][j];
+        high = maximum(high, maximum(pair.x & 0x7FFFFFFFu, pair.y & 0x7FFFFFFFu));
+        low = maximum(low, maximum(pair.x << 17, pair.y << 17));
     }
+    uint32_t amax = maximum(high & 0x7FFF0000u, low >> 1);
     amax = maximum(amax, shuffle_xor(amax, 1));
-    return maximum(amax, shuffle_xor(amax, 2));
+    return bits_float(maximum(amax, shuffle_xor(amax, 2)));
 }
 
 KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {
@@ -150,80 +181,77 @@ KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float invers
 }
 
 // What the packed query writer would store, read back: exact in BF16.
-KMLA_DEVICE void round_query_to_packed(const reader_state& s, int j) {
-    float amax = staged_amax(s, j, kLatentSteps);
+KMLA_DEVICE void round_query_to_packed(reader_state& s, int j) {
+    float amax = query_amax(s, j, kLatentSteps);
     const float largest = bits_float(0x7F7FFFFFu);
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
-#pragma unroll 1
+#pragma unroll
     for (int k = 0; k < kLatentSteps; k++) {
-        word2& pair = staged_query(s.dims, k, j, s.lane);
+        word2& pair = s.query[k][j];
         pair.x = round_pair_to_e4m3(pair.x, scale, inverse);
         pair.y = round_pair_to_e4m3(pair.y, scale, inverse);
     }
 }
-
-// Exponent field of the power of two that a vector's query is divided by, so that its largest
-// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.
-KMLA_DEVICE int norm_exponent(int n) {
-    float amax = maximum(maximum(amax_of(0)[n], amax_of(1)[n]),
-                         maximum(amax_of(2)[n], amax_of(3)[n]));
-    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
-}
-KMLA_DEVICE float norm_of(int n) { return bits_float((uint32_t)(norm_exponent(n) - 14) << 23); }
 
 KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
     float low = bf16_low(pair) * factor, high = bf16_high(pair) * factor;
     return to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
-KMLA_DEVICE void normalise_query(const reader_state& s, int j) {
-    float factor =
-        bits_float((uint32_t)(127 + 14 + 127 - norm_exponent(8 * j + s.row_in_quad)) << 23);
-#pragma unroll 3
+// Exponent field of the power of two that vector n's query is divided by, so that its largest
+// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.
+KMLA_DEVICE int norm_exponent(int n) {
+    float amax = maximum(maximum(of_tokens(0)[n], of_tokens(1)[n]),
+                         maximum(of_tokens(2)[n], of_tokens(3)[n]));
+    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+}
+
+KMLA_DEVICE void normalise_query(reader_state& s, int j) {
+    int exponent = norm_exponent(8 * column_of(s, j) + s.row_in_quad);
+    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
+#pragma unroll
     for (int k = 0; k < kQuerySteps; k++) {
-        word2& pair = staged_query(s.dims, k, j, s.lane);
-        bool to_f16 = kE4m3 || k < kLatentSteps; // packed rope is BF16, like its KV
+        word2& pair = s.query[k][j];
+        bool to_f16 = meets_codes(k); // packed rope is BF16, like its KV
         pair.x = normalise_pair(pair.x, factor, to_f16);
         pair.y = normalise_pair(pair.y, factor, to_f16);
     }
 }
 
-// From values to fragments.
+// From values to fragments. Its barrier also shows the first steps' token masks to all.
 KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
-    copy_async_wait<kStages - 1>(); // all but the first steps' records
-    int group = s.dims;
-    for (int j = s.half; j < kColumns; j += 2) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
         if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
             round_query_to_packed(s, j);
         }
-        float amax = staged_amax(s, j, kQuerySteps);
-        if (s.column == 0) {
-            amax_of(group)[8 * j + s.row_in_quad] = amax;
+        float amax = query_amax(s, j, kQuerySteps); // of the group's dims
+        if (s.column == 0 && s.half == 0) {
+            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;
         }
     }
     sync_block();
-    s.scale = args.score_scale;
-    if (!kBf16) {
-        for (int j = s.half; j < kColumns; j += 2) {
-            normalise_query(s, j);
-        }
-        if (s.vector < kTile) {
-            s.scale *= norm_of(s.vector);
-        }
-    }
-    sync_block();
-    if (!kQueryShared) {
 #pragma unroll
-        for (int k = 0; k < kQuerySteps; k++) {
-            for (int j = 0; j < kColumns; j++) {
-                s.query[k][j] = staged_query(group, k, j, s.lane);
-            }
+    for (int j = 0; j < kColumns && !kBf16; j++) {
+        normalise_query(s, j);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2; i++) {
+            int exponent = norm_exponent(vector_of(s, slot) + i);
+            float norm = kBf16 ? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);
+            s.unit[slot].scale[i] = args.score_scale * norm;
         }
     }
+    sync_block(); // before scores are exchanged
 }
 
 // ---- KV to shared memory
+
+constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
+constexpr int kRuns = kStep / kRunTokens;
+constexpr int kLookUpSteps = 32 / kRuns; // whose runs the lanes of a warp look up at once
 
 KMLA_DEVICE bool copies_in_bulk(const reader_state& s) {
     return KMLA_HAS_BULK_COPY && kPitch == kRecordBytes && s.bulk;
@@ -234,72 +262,90 @@ KMLA_DEVICE bool is_copier(const reader_state& s) {
     return s.warp == KMLA_I_READER_THREADS / 32 - 1;
 }
 
-// The table look-up for the step that begins at `token`, a step ahead of the copy that needs it: the
-// entry of the token that this lane answers for (lanes l and l + 4 the same), -1 if not wanted.
+// Table look-ups for copies that are to come, of the step that begins at `token` on. In bulk: the
+// entry of the lane's run, of 32. Else that of the token of this step that the lane answers for, -1
+// if it is not wanted.
 KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
-    int mine = copies_in_bulk(s) ? token : token + 4 * s.warp + s.lane % 4;
-    bool wanted = mine < bounds().end && (copies_in_bulk(s) || mine >= bounds().begin);
-    return wanted ? table_entry(args, s.group, mine) : -1;
+    if (copies_in_bulk(s)) {
+        token += s.lane * kRunTokens;
+        return is_copier(s) && token < args.capacity ? table_entry(args, s.group, token) : -1;
+    }
+    token += s.warp * kWarpTokens + s.lane % kWarpTokens;
+    bool wanted = token >= bounds().begin && token < bounds().end;
+    return wanted ? table_entry(args, s.group, token) : -1;
+}
+
+// Where the split's first step most likely begins: with neither a window nor balanced splits.
+KMLA_DEVICE int likely_first(const kmla_i_reader_args& args, const reader_state& s) {
+    return s.split * args.chunks_per_split * KMLA_CHUNK_TOKENS;
 }
 
 #if KMLA_HAS_BULK_COPY
-// One warp copies the records of tokens [begin, end) of the step.
-KMLA_DEVICE void start_bulk_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
-                                 int token, int entry) {
-    int first = maximum(bounds().begin - token, 0);
-    int last = entry < 0 ? first : minimum(bounds().end - token, kStep);
+// One warp copies the step's records, a run a lane.
+KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,
+                                   int token, int entries) {
+    int run = s.lane % kRuns, at = token + run * kRunTokens;
+    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);
+    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);
+    int last = entry < 0 ? first : maximum(minimum(bounds().end - at, kRunTokens), first);
+    // Warp w's tokens lie in one run.
+    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),
+                            s.lane * kWarpTokens / kRunTokens % kRuns);
     if (s.lane < kWarps) {
-        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens, first, last);
+        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,
+                                                      (int)(both >> 16), (int)(both & 0xFFFF));
     }
-    if (s.lane == 0) {
+    if (s.lane < kRuns) {
         uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
         barrier_arrive_expect(arrival_of(step), bytes);
         if (bytes) {
-            uint64_t from = record_address(args, entry, token + first, kRecordBytes);
-            copy_bulk(stage_of(step) + first * kPitch, (const void*)from, bytes, arrival_of(step));
+            uint64_t from = record_address(args, entry, at + first, kRecordBytes);
+            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,
+                      bytes, arrival_of(step));
         }
     }
 }
 #endif
 
-// Every warp copies four records, 16 bytes a lane; one that does not exist becomes zeros.
+// Every warp copies its records, 16 bytes a lane; one that does not exist becomes zeros.
 KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reader_state& s,
                                      int step, int token, int entry) {
-    uint32_t exists = ballot(entry >= 0) & 0xF;
-    uint64_t address =
-        record_address(args, entry, token + 4 * s.warp + s.lane % 4, kRecordBytes);
+    uint32_t exists = ballot(entry >= 0) & ((1u << kWarpTokens) - 1);
+    uint64_t address = record_address(
+        args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens, kRecordBytes);
     address = entry >= 0 ? address : 0;
     if (s.lane == 0) {
         token_masks_of(step)[s.warp] = (warp_mask)exists;
     }
-    uint8_t* stage = stage_of(step) + 4 * s.warp * kPitch;
+    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;
 #pragma unroll 1
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < kWarpTokens; i++) {
         uint64_t record = shuffle(address, i);
         for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {
             copy_async_16(stage + i * kPitch + at, (const void*)((record ? record : args.kv) + at),
                           record != 0);
         }
     }
+    copy_async_commit();
 }
 
-// Starts the copy of the step that begins at `token` and looks the next one up. Tokens outside the
-// tile's bounds are not read.
+// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside
+// the tile's bounds are not read.
 KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
                            int token, int entry) {
 #if KMLA_HAS_BULK_COPY
     if (copies_in_bulk(s)) {
-        if (!is_copier(s)) {
-            return -1;
+        if (is_copier(s)) {
+            start_bulk_copies(args, s, step, token, entry);
         }
-        start_bulk_copy(args, s, step, token, entry);
-        return look_up(args, s, token + kStep);
+        return (step + 1) % kLookUpSteps ? entry : look_up(args, s, token + kStep);
     }
 #endif
     start_record_copies(args, s, step, token, entry);
     return look_up(args, s, token + kStep);
 }
 
+// Until the step is here, for all threads.
 KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
 #if KMLA_HAS_BULK_COPY
     if (copies_in_bulk(s)) {
@@ -307,28 +353,42 @@ KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
         return;
     }
 #endif
-    copy_async_wait<kStages - 2>();
+    copy_async_wait<0>();
+    sync_block();
 }
 
-// ---- QK: S^T of 16 tokens x the tile over one group of dims, into the score buffer
+// ---- QK: S^T of the warp's tokens x the tile over one group of dims
 
-// A fragment of 16 tokens x 16 dims from the records of tokens row_in_quad and + 8.
-KMLA_DEVICE void load_codes_fragment(const uint8_t* at, uint32_t (&a)[4]) {
+typedef float group_scores[kTokenTiles][kColumns][4];
+
+KMLA_DEVICE void codes_to_fragment(uint32_t low_rows, uint32_t high_rows, uint32_t (&a)[4]) {
     uint32_t low[2], high[2];
-    e4m3x4_to_f16(*(const uint32_t*)at, low);
-    e4m3x4_to_f16(*(const uint32_t*)(at + 8 * kPitch), high);
+    e4m3x4_to_f16(low_rows, low);
+    e4m3x4_to_f16(high_rows, high);
     a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];
 }
 
-KMLA_DEVICE void load_bf16_fragment(const uint8_t* at, uint32_t (&a)[4]) {
-    const uint32_t *low = (const uint32_t*)at, *high = (const uint32_t*)(at + 8 * kPitch);
-    a[0] = low[0], a[1] = high[0], a[2] = low[1], a[3] = high[1];
+KMLA_DEVICE void multiply_codes(const reader_state& s, int tile, int k, uint32_t low_rows,
+                                uint32_t high_rows, group_scores& score) {
+    uint32_t a[4];
+    codes_to_fragment(low_rows, high_rows, a);
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        mma_f16(score[tile][j], a, s.query[k][j].x, s.query[k][j].y);
+    }
+}
+
+KMLA_DEVICE void multiply_bf16(const reader_state& s, int tile, int k, const uint32_t (&a)[4],
+                               group_scores& score) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        mma_bf16(score[tile][j], a, s.query[k][j].x, s.query[k][j].y);
+    }
 }
 
 // Sums of codes times the tokens' scales of the group: sums of numbers.
-KMLA_DEVICE void scale_scores(const uint8_t* record, int group, float (&score)[kColumns][4]) {
-    const uint8_t* at = record + KMLA_PACKED_SCALE_OFFSET + 4 * group;
-    float scale[2] = {*(const float*)at, *(const float*)(at + 8 * kPitch)};
+KMLA_DEVICE void scale_scores(const uint8_t* scales, float (&score)[kColumns][4]) {
+    float scale[2] = {*(const float*)scales, *(const float*)(scales + 8 * kPitch)};
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         for (int i = 0; i < 4; i++) {
@@ -337,60 +397,113 @@ KMLA_DEVICE void scale_scores(const uint8_t* record, int group, float (&score)[k
     }
 }
 
-KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage) {
-    int group = s.dims, token = s.half * 16 + s.row_in_quad;
-    const uint8_t* record = stage + token * kPitch;
-    float score[kColumns][4];
-    uint32_t a[4];
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        for (int i = 0; i < 4; i++) {
-            score[j][i] = 0;
-        }
+// Of the tokens of tile_of(s, tile).
+KMLA_DEVICE void multiply_rope(const reader_state& s, int tile, const uint8_t* rows,
+                               const uint8_t* record, group_scores& score) {
+    const int latent = KMLA_LATENT_DIMS + 16 * s.dims;
+    if (kE4m3) {
+        const uint8_t* at = record + latent + 4 * s.column;
+        multiply_codes(s, tile, kLatentSteps, *(const uint32_t*)at,
+                       *(const uint32_t*)(at + 8 * kPitch), score);
+        return;
     }
+    uint32_t raw[4];
+    load_matrix_x4(raw, rows + (kPacked ? KMLA_PACKED_ROPE_OFFSET + 32 * s.dims : 2 * latent));
+    if (kPacked) { // the rope has no scale
+        scale_scores(record + KMLA_PACKED_SCALE_OFFSET + 4 * s.dims, score[tile]);
+    }
+    multiply_bf16(s, tile, kLatentSteps, raw, score);
+}
+
+KMLA_DEVICE void multiply_keys(const reader_state& s, const uint8_t* stage, group_scores& score) {
+    // What the lane points matrix loads at, 16 tokens, two times 16 bytes; and its own first token.
+    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];
 #pragma unroll
-    for (int k = 0; k < kQuerySteps; k++) {
-        bool rope = k == kLatentSteps;
-        int dim = rope ? KMLA_LATENT_DIMS + 16 * group : group * KMLA_GROUP_DIMS + 16 * k;
-        dim += 4 * s.column;
-        if (kBf16) {
-            load_bf16_fragment(record + 2 * dim, a);
-        } else if (kPacked && rope) {
-            scale_scores(record, group, score); // the rope has none
-            load_bf16_fragment(record + KMLA_PACKED_ROPE_OFFSET + 2 * (dim - KMLA_LATENT_DIMS), a);
-        } else {
-            load_codes_fragment(record + dim, a);
-        }
-#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; tile++) {
+        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;
+        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;
+        record[tile] = tokens + s.row_in_quad * kPitch;
         for (int j = 0; j < kColumns; j++) {
-            word2 b = kQueryShared ? staged_query(group, k, j, s.lane) : s.query[k][j];
-            if (kBf16 || (kPacked && rope)) {
-                mma_bf16(score[j], a, b.x, b.y);
-            } else {
-                mma_f16(score[j], a, b.x, b.y);
+            for (int i = 0; i < 4; i++) {
+                score[tile][j][i] = 0;
             }
         }
     }
-    float* scores = scores_of(group);
 #pragma unroll
-    for (int j = 0; j < kColumns; j++) {
+    for (int k = 0; k < kLatentSteps; k += kBf16 ? 1 : 2) {
+        int dim = s.dims * KMLA_GROUP_DIMS + 16 * k;
+        uint32_t raw[kTokenTiles][4];
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; tile++) {
+            load_matrix_x4(raw[tile], rows[tile] + dim * (kBf16 ? 2 : 1));
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; tile++) {
+            if (kBf16) {
+                multiply_bf16(s, tile, k, raw[tile], score);
+            } else {
+                multiply_codes(s, tile, k, raw[tile][0], raw[tile][1], score);
+                multiply_codes(s, tile, k + 1, raw[tile][2], raw[tile][3], score);
+            }
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; tile++) {
+        multiply_rope(s, tile, rows[tile], record[tile], score);
+    }
+}
+
+// Adds the groups up: each owner gets the scores of its units. (0 + 1) + (2 + 3), whoever it is.
+KMLA_DEVICE void exchange_scores(const reader_state& s, const group_scores& score,
+                                 float (&x)[kSlots][4]) {
+    float sum[kSlots][kGroups][4];
+#pragma unroll
+    for (int first = 1; first < kGroups; first += kSources) {
+        if (first > 1) {
+            sync_block();
+        }
+#pragma unroll
+        for (int unit = 0; unit < kUnits; unit++) { // as the warp counts
+            const float(&from)[4] = score[unit % kTokenTiles][unit / kTokenTiles];
+            int owner = s.owner ^ unit % kOwners, other = owner ^ s.dims;
+            if (kOwners == kGroups) {
+                other = unit % kOwners;
+            }
+            if (other >= first && other < first + kSources) {
+                exchanged(s, owner, unit / kOwners, other) = word4{
+                    float_bits(from[0]), float_bits(from[1]), float_bits(from[2]), float_bits(from[3])};
+            }
+        }
+        sync_block();
+#pragma unroll
+        for (int slot = 0; slot < kSlots; slot++) {
+            for (int other = first; other < first + kSources; other++) {
+                word4 from = exchanged(s, s.owner, slot, other);
+                sum[slot][other][0] = bits_float(from.x), sum[slot][other][1] = bits_float(from.y);
+                sum[slot][other][2] = bits_float(from.z), sum[slot][other][3] = bits_float(from.w);
+            }
+        }
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 4; i++) {
-            int n = 8 * j + 2 * s.column + i % 2;
-            scores[n * KMLA_I_SCORE_PITCH + token + i / 2 * 8] = score[j][i];
+            float all = (score[0][slot * kSlotColumns][i] + sum[slot][1][i]) +
+                        (sum[slot][2][i] + sum[slot][3][i]);
+            x[slot][i] = all * s.unit[slot].scale[i % 2];
         }
     }
 }
 
 // ---- scales of packed records: 2^exponent goes with the score, the rest with the f16 weight
 
-// Exponent e with the largest scale of the token in (2^(e-1), 2^e]; per group the f16 ratio
-// scale / 2^e. A scale that is no number has ratio 0: such a token's score is no number either,
-// which is what its readers get. Each warp takes four tokens, a lane one scale.
-KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage) {
+// Exponent e with the largest scale of the token in (2^(e-1), 2^e]. A lane has one scale, a warp the
+// tokens that it answers for. Returns the ratio scale / 2^e, for store_ratio. A scale that is no
+// number has ratio 0: such a token's score is no number either, which is what its readers get.
+KMLA_DEVICE float split_scales(const reader_state& s, const uint8_t* stage) {
     if (!kPacked) {
-        return;
+        return 0;
     }
-    int group = s.column, token = 4 * s.warp + s.row_in_quad % 4;
+    int group = s.column, token = 8 * s.warp + s.row_in_quad;
     uint32_t bits = *(const uint32_t*)(stage + token * kPitch + KMLA_PACKED_SCALE_OFFSET + 4 * group);
     uint32_t magnitude = bits & 0x7FFFFFFFu;
     bits = magnitude < 0x7F800000u ? bits : 0;
@@ -399,130 +512,145 @@ KMLA_DEVICE void split_scales(const reader_state& s, const uint8_t* stage) {
     largest = maximum(largest, shuffle_xor(largest, 2));
     uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e
     power = power < (253u << 23) ? power : 253u << 23;      // so that its inverse is normal
-    if (s.lane < 16) {
-        float ratio = bits_float(bits) * bits_float((254u << 23) - power);
-        ratios_of(group)[token] = (uint16_t)pack_f16(ratio, 0.0f);
-        if (group == 0) {
-            exponents()[token] = (float)((int)(power >> 23) - 127);
+    if (group == 0) {
+        exponents()[token] = (float)((int)(power >> 23) - 127);
+    }
+    return bits_float(bits) * bits_float((254u << 23) - power);
+}
+
+// When nobody is in the PV of the step before.
+KMLA_DEVICE void store_ratio(const reader_state& s, float ratio) {
+    if (kPacked) {
+        ratios_of(s.column)[8 * s.warp + s.row_in_quad] = (uint16_t)pack_f16(ratio, 0.0f);
+    }
+}
+
+// ---- softmax: the owner of a unit has all its scores in registers, as mma left them
+
+// What a vector does not see has the score -inf.
+KMLA_DEVICE void mask_scores(const reader_state& s, int first_token, const warp_mask* masks,
+                             float (&x)[kSlots][4]) {
+    int in_step = 16 * tile_of(s, 0) + s.row_in_quad;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 4; i++) {
+            int at = in_step + i / 2 * 8, token = first_token + at;
+            vector_range range = range_of(vector_of(s, slot) + i % 2);
+            bool exists = masks[at / kWarpTokens] >> at % kWarpTokens & 1;
+            bool visible = token >= range.begin && token < range.end && exists;
+            x[slot][i] = visible ? x[slot][i] : -infinity();
         }
     }
 }
 
-// ---- softmax: 8 lanes a vector, 4 tokens a lane
-
-KMLA_DEVICE float top_of(const float (&x)[4]) {
-    return maximum(maximum(x[0], x[1]), maximum(x[2], x[3]));
-}
-
-KMLA_DEVICE bool outgrown(float top, float reference) {
-    return top > reference + KMLA_I_REFERENCE_GROWTH;
-}
-
-// A new reference for a vector whose maximum has outgrown the old one; its 8 lanes agree.
-KMLA_DEVICE float raised_reference(float top, float reference) {
-    top = maximum(top, shuffle_xor(top, 1));
-    top = maximum(top, shuffle_xor(top, 2));
-    top = maximum(top, shuffle_xor(top, 4));
-    return outgrown(top, reference) ? top - KMLA_I_REFERENCE_BELOW : reference;
-}
-
-// x - reference; a vector that has seen no token yet has no reference, and only -inf.
-KMLA_DEVICE void subtract_reference(const float (&x)[4], float reference, float (&d)[4]) {
-    float base = reference == -infinity() ? 0 : reference;
-    for (int i = 0; i < 4; i++) {
-        d[i] = x[i] - base;
-    }
-}
-
-KMLA_DEVICE void exponentials(const float (&d)[4], float (&p)[4]) {
-    for (int i = 0; i < 4; i++) {
-        p[i] = exp2_fast(d[i]);
-    }
-}
-
-KMLA_DEVICE float sum_of_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return (bits_float(a) + bits_float(b)) + (bits_float(c) + bits_float(d));
-}
-
-// Turns the scores of the step into weights. Returns whether this thread's vector was rescaled.
-// `masked`: some vector may not see some token.
-template <bool masked>
-KMLA_DEVICE bool softmax_step(reader_state& s, int first_token, const warp_mask* masks) {
-    int n = s.vector, quad = s.quad;
-    if (n >= kTile) {
+// Weights by the references as they are, into shared memory, and their sums. Returns whether some
+// vector has outgrown its reference, which makes both worthless.
+KMLA_DEVICE bool store_weights(const reader_state& s, const float (&x)[kSlots][4],
+                               const float (&exponent)[2], float (&sum)[kSlots][2]) {
+    float top = -infinity(); // above the references, of all
+    if (!owns(s)) {
         return false;
     }
-    float x[4], d[4], y[4], p[4];
-    word4 part[kGroups];
-    for (int g = 0; g < kGroups; g++) {
-        part[g] = *(const word4*)(scores_of(g) + n * KMLA_I_SCORE_PITCH + 4 * quad);
-    }
-    x[0] = sum_of_groups(part[0].x, part[1].x, part[2].x, part[3].x);
-    x[1] = sum_of_groups(part[0].y, part[1].y, part[2].y, part[3].y);
-    x[2] = sum_of_groups(part[0].z, part[1].z, part[2].z, part[3].z);
-    x[3] = sum_of_groups(part[0].w, part[1].w, part[2].w, part[3].w);
-    uint32_t exists = masked ? masks[quad] : 0xF;
-    word4 four = {0, 0, 0, 0};
-    if (kPacked) {
-        four = ((const word4*)exponents())[quad];
-    }
-    float exponent[4] = {bits_float(four.x), bits_float(four.y), bits_float(four.z),
-                         bits_float(four.w)};
-    vector_range range = masked ? range_of(n) : vector_range{0, 0, 0, 0};
-    for (int i = 0; i < 4; i++) {
-        int token = first_token + 4 * quad + i;
-        bool visible = token >= range.begin && token < range.end && (exists >> i & 1);
-        x[i] = !masked || visible ? x[i] * s.scale : -infinity();
-    }
-    subtract_reference(x, s.sum_reference, d);
-    for (int i = 0; i < 4; i++) {
-        y[i] = d[i] + exponent[i];
-    }
-    float factor = 1;
-    bool grown = outgrown(top_of(x), s.sum_reference) ||
-                 (kPacked && outgrown(top_of(y), s.weight_reference));
-    if (ballot(grown)) {
-        float raised = raised_reference(top_of(x), s.sum_reference);
-        if (raised != s.sum_reference) {
-            factor = exp2_fast(s.sum_reference - raised);
-            s.weight_reference -= raised - s.sum_reference; // the same as before, above the new one
-            s.sum *= factor;
-            s.sum_reference = raised;
-            subtract_reference(x, raised, d);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        const unit_state& unit = s.unit[slot];
+        float p[4];
+        for (int i = 0; i < 4; i++) {
+            float d = x[slot][i] - unit.sum_reference[i % 2];
+            p[i] = exp2_fast(d);
+            top = maximum(top, d);
         }
-        if (kPacked) {
-            for (int i = 0; i < 4; i++) {
-                y[i] = d[i] + exponent[i];
+        sum[slot][0] = p[0] + p[2];
+        sum[slot][1] = p[1] + p[3];
+        for (int i = 0; i < 4 && kPacked; i++) {
+            float d = x[slot][i] - unit.sum_reference[i % 2] + exponent[i / 2] -
+                      unit.weight_reference[i % 2];
+            p[i] = exp2_fast(d);
+            top = maximum(top, d);
+        }
+        uint16_t* to = weights() + vector_of(s, slot) * kWeightPitch + 16 * tile_of(s, 0) +
+                       s.row_in_quad;
+        for (int i = 0; i < 4; i++) {
+            uint16_t* at = to + i % 2 * kWeightPitch + i / 2 * 8;
+            if (kBf16) { // BF16 has fp32's range but 8 bits: two terms
+                uint32_t high = float_to_bf16(p[i]);
+                at[0] = (uint16_t)high;
+                at[kTile * kWeightPitch] = (uint16_t)float_to_bf16(p[i] - bf16_low(high));
+            } else {
+                at[0] = (uint16_t)pack_f16(p[i], 0.0f);
             }
-            raised = raised_reference(top_of(y), s.weight_reference);
-            factor = exp2_fast(s.weight_reference - raised);
-            factor = raised == s.weight_reference ? 1 : factor;
-            s.weight_reference = raised;
         }
     }
-    exponentials(d, p);
-    s.sum += (p[0] + p[1]) + (p[2] + p[3]);
-    if (kPacked) {
-        subtract_reference(y, s.weight_reference, y);
-        exponentials(y, p);
-    }
-    uint16_t* to = weights() + n * KMLA_I_WEIGHT_PITCH + 4 * quad;
-    if (kBf16) { // BF16 has fp32's range but 8 bits: two terms
-        word2 high = {pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3])};
-        word2 low = {pack_bf16(p[0] - bf16_low(high.x), p[1] - bf16_high(high.x)),
-                     pack_bf16(p[2] - bf16_low(high.y), p[3] - bf16_high(high.y))};
-        *(word2*)to = high;
-        *(word2*)(to + kTile * KMLA_I_WEIGHT_PITCH) = low;
-    } else {
-        *(word2*)to = word2{pack_f16(p[0], p[1]), pack_f16(p[2], p[3])};
-    }
-    if (quad == 0) {
-        factors()[n] = factor;
-    }
-    return factor != 1.0f;
+    return top > KMLA_I_REFERENCE_GROWTH;
 }
 
-// ---- PV: O^T of the warp's 64 dims
+// The maximum of a unit's vector 2 * column + i for all to see.
+KMLA_DEVICE void store_top(const reader_state& s, int slot, int i, float* of_tile, float top) {
+    top = maximum(top, shuffle_xor(top, 4));
+    top = maximum(top, shuffle_xor(top, 8));
+    top = maximum(top, shuffle_xor(top, 16));
+    if (s.row_in_quad == 0) {
+        of_tile[vector_of(s, slot) + i] = top;
+    }
+}
+
+// A new reference for a vector whose maximum has outgrown the old one.
+KMLA_DEVICE float raised_reference(const reader_state& s, int slot, int i, int first_tile,
+                                   float reference) {
+    int n = vector_of(s, slot) + i;
+    float top = -infinity();
+    for (int tile = 0; tile < kStepTiles; tile++) {
+        top = maximum(top, of_tokens(first_tile + tile)[n]);
+    }
+    return top - reference > KMLA_I_REFERENCE_GROWTH ? top - KMLA_I_REFERENCE_BELOW : reference;
+}
+
+// New references where maxima have outgrown them, sums by the new ones, and factors for O.
+KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
+                                  const float (&exponent)[2]) {
+    float factor[kSlots][2];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            store_top(s, slot, i, of_tokens(tile_of(s, 0)), maximum(x[slot][i], x[slot][2 + i]));
+        }
+    }
+    sync_block();
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            unit_state& unit = s.unit[slot];
+            float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);
+            bool same = raised == old;
+            factor[slot][i] = same ? 1.0f : exp2_fast(old - raised);
+            unit.sum[i] *= factor[slot][i];
+            unit.sum_reference[i] = raised;
+            if (kPacked) {
+                unit.weight_reference[i] -= same ? 0 : raised - old; // stays where it was
+                float low = x[slot][i] - raised + exponent[0];
+                float high = x[slot][2 + i] - raised + exponent[1];
+                store_top(s, slot, i, of_tokens(kStepTiles + tile_of(s, 0)), maximum(low, high));
+            }
+        }
+    }
+    if (kPacked) {
+        sync_block();
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            if (kPacked) {
+                float& reference = s.unit[slot].weight_reference[i];
+                float raised = raised_reference(s, slot, i, kStepTiles, reference);
+                factor[slot][i] = raised == reference ? 1.0f : exp2_fast(reference - raised);
+                reference = raised;
+            }
+            if (tile_of(s, 0) == 0 && s.row_in_quad == 0) {
+                factors()[vector_of(s, slot) + i] = factor[slot][i];
+            }
+        }
+    }
+}
 
 KMLA_DEVICE void rescale_out(reader_state& s) {
 #pragma unroll
@@ -534,6 +662,30 @@ KMLA_DEVICE void rescale_out(reader_state& s) {
         }
     }
 }
+
+// Turns scores into weights that all may read.
+KMLA_DEVICE void softmax_step(reader_state& s, const float (&x)[kSlots][4]) {
+    float exponent[2] = {0, 0}, sum[kSlots][2];
+    if (kPacked) {
+        const float* of_lane = exponents() + 16 * tile_of(s, 0) + s.row_in_quad;
+        exponent[0] = of_lane[0];
+        exponent[1] = of_lane[8];
+    }
+    if (sync_block_or(store_weights(s, x, exponent, sum))) {
+        raise_references(s, x, exponent);
+        store_weights(s, x, exponent, sum);
+        sync_block();
+        rescale_out(s);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            s.unit[slot].sum[i] += sum[slot][i];
+        }
+    }
+}
+
+// ---- PV: O^T of the warp's 64 dims
 
 // NaN and infinity to 0, lane by lane.
 KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {
@@ -581,21 +733,22 @@ template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint
     }
 }
 
-// Weights as B fragments of one column of vectors. FP8 KV: registers 2k and 2k + 1 are k16 step k's,
-// all 32 tokens at once. BF16 KV: the two of step k's high term, then the two of its low term.
-KMLA_DEVICE void load_weights(const reader_state& s, int k, uint32_t (&weight)[kColumns][4]) {
+// Weights as B fragments of 32 tokens from `token` on. FP8 KV: registers 2k and 2k + 1 are k16 step
+// k's. BF16 KV, 16 tokens: the two of the high term, then the two of the low term.
+KMLA_DEVICE void load_weights(const reader_state& s, int token, uint32_t (&weight)[kColumns][4]) {
     int matrix = s.lane / 8;
-    int term = kBf16 ? matrix / 2 : 0, token = kBf16 ? 16 * k + matrix % 2 * 8 : matrix * 8;
+    int term = kBf16 ? matrix / 2 : 0;
+    token += kBf16 ? matrix % 2 * 8 : matrix * 8;
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         int row = term * kTile + 8 * j + s.lane % 8;
-        load_matrix_x4(weight[j], weights() + row * KMLA_I_WEIGHT_PITCH + token);
+        load_matrix_x4(weight[j], weights() + row * kWeightPitch + token);
     }
 }
 
 // Packed: the rest of the scales of the warp's group of dims.
-KMLA_DEVICE void scale_weights(const reader_state& s, uint32_t (&weight)[kColumns][4]) {
-    const uint32_t* ratios = (const uint32_t*)ratios_of(s.warp / 2) + s.column;
+KMLA_DEVICE void scale_weights(const reader_state& s, int token, uint32_t (&weight)[kColumns][4]) {
+    const uint32_t* ratios = (const uint32_t*)(ratios_of(s.warp / 2) + token) + s.column;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         uint32_t ratio = ratios[4 * i]; // of tokens 8i + 2 * column and the next
@@ -608,21 +761,21 @@ KMLA_DEVICE void scale_weights(const reader_state& s, uint32_t (&weight)[kColumn
 template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
     uint32_t weight[kColumns][4];
-    if (!kBf16) {
-        load_weights(s, 0, weight);
-    }
-    if (kPacked) {
-        scale_weights(s, weight);
-    }
 #pragma unroll
-    for (int k = 0; k < kBlocks; k++) {
+    for (int k = 0; k < kStepTiles; k++) {
         const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;
         uint32_t a[4][4];
         if (kBf16) {
-            load_weights(s, k, weight);
+            load_weights(s, 16 * k, weight);
             load_bf16_values<masked>(records + 2 * dim, a);
         } else {
             load_code_values<masked>(records + dim, a);
+            if (k % 2 == 0) {
+                load_weights(s, 16 * k, weight);
+            }
+            if (kPacked && k % 2 == 0) {
+                scale_weights(s, 16 * k, weight);
+            }
         }
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -631,7 +784,7 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
                 if (kBf16) {
                     mma_bf16(s.out[m][j], a[m], weight[j][0], weight[j][1]);
                 } else {
-                    mma_f16(s.out[m][j], a[m], weight[j][2 * k], weight[j][2 * k + 1]);
+                    mma_f16(s.out[m][j], a[m], weight[j][k % 2 * 2], weight[j][k % 2 * 2 + 1]);
                 }
             }
             for (int j = 0; j < kColumns && kBf16; j++) {
@@ -643,79 +796,111 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
 
 // ---- results
 
+// Joins the sums of a vector's units. Nobody may be in softmax.
 KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
-    if (s.vector >= kTile) {
-        return;
+    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            const unit_state& unit = s.unit[slot];
+            int n = vector_of(s, slot) + i;
+            float sum = unit.sum[i];
+            sum += shuffle_xor(sum, 4);
+            sum += shuffle_xor(sum, 8);
+            sum += shuffle_xor(sum, 16);
+            if (s.row_in_quad == 0) {
+                of_tokens(tile_of(s, 0))[n] = sum;
+            }
+            if (s.row_in_quad == 0 && tile_of(s, 0) == 0) {
+                sum_references[n] = unit.sum_reference[i];
+                weight_references[n] = unit.weight_reference[i];
+            }
+        }
     }
-    s.sum += shuffle_xor(s.sum, 1);
-    s.sum += shuffle_xor(s.sum, 2);
-    s.sum += shuffle_xor(s.sum, 4);
-    if (s.quad == 0) {
-        float scale = kPacked ? exp2_wide(s.weight_reference) : args.kv_scale;
-        finish_vector(args, s.vector, s.sum, s.sum_reference, scale);
+    sync_block();
+    int n = thread_index();
+    if (n < kTile) {
+        float sum = 0;
+        for (int tile = 0; tile < kStepTiles; tile++) {
+            sum += of_tokens(tile)[n];
+        }
+        float scale = kPacked ? exp2_wide(weight_references[n]) : args.kv_scale;
+        finish_vector(args, n, sum, sum_references[n], scale);
     }
 }
 
 // ---- the block
 
-// Softmax and PV of a step whose scores are there.
-template <bool masked>
-KMLA_DEVICE void weigh_values(reader_state& s, int token, const uint8_t* stage,
-                              const warp_mask* masks) {
-    if (sync_block_or(softmax_step<masked>(s, token, masks))) {
-        rescale_out(s);
+KMLA_DEVICE void clear_state(reader_state& s) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2; i++) {
+            s.unit[slot].sum_reference[i] = s.unit[slot].weight_reference[i] = kNoReference;
+            s.unit[slot].sum[i] = 0;
+        }
     }
-    multiply_values<masked>(s, stage);
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        for (int j = 0; j < kColumns; j++) {
+            for (int i = 0; i < 4; i++) {
+                s.out[m][j][i] = 0;
+            }
+        }
+    }
 }
 
-// Starts the copies of the first steps, all but one stage.
+// Starts the copies of the first steps, one a stage. `likely`: bulk look-ups from likely_first on.
 KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,
-                            int steps) {
-    int entry = look_up(args, s, first);
+                            int steps, int likely) {
+    int entry = likely;
+    if (!copies_in_bulk(s) || first != likely_first(args, s)) {
+        entry = look_up(args, s, first);
+    }
 #pragma unroll 1
-    for (int step = 0; step < kStages - 1; step++) {
-        if (step < steps) {
-            entry = start_copy(args, s, step, first + step * kStep, entry);
-        }
-        copy_async_commit();
+    for (int step = 0; step < kStages && step < steps; step++) {
+        entry = start_copy(args, s, step, first + step * kStep, entry);
     }
     return entry;
 }
 
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s) {
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {
     int first = bounds().begin / kStep * kStep;
     int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
     if (steps == 0) {
+        clear_state(s);
         return;
     }
     // Steps of which every vector of the tile sees every token that exists.
     int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
     int full_end = (bounds().full_end - first) / kStep;
-    int entry = fill_stages(args, s, first, steps);
+    int entry = fill_stages(args, s, first, steps, likely);
     finish_query(args, s);
+    clear_state(s);
     for (int step = 0; step < steps; step++) {
         int token = first + step * kStep, ahead = step + kStages - 1;
         const uint8_t* stage = stage_of(step);
         const warp_mask* masks = token_masks_of(step);
+        group_scores score;
+        float x[kSlots][4];
+        bool whole = step >= full_begin && step < full_end && all_exist(masks);
         wait_for_copy(s, step);
-        sync_block(); // this step is here for all, and all are done with the one before
-        if (kStages == 2 && ahead < steps) {
+        multiply_keys(s, stage, score);
+        float ratio = split_scales(s, stage);
+        exchange_scores(s, score, x); // behind its barrier all are done with the step before
+        store_ratio(s, ratio);
+        if (step > 0 && ahead < steps) {
             entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
         }
-        split_scales(s, stage);
-        multiply_keys(s, stage);
-        sync_block();
-        if (kStages > 2 && ahead < steps) { // later, where it holds up fewer warps
-            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
+        if (!whole) {
+            mask_scores(s, token, masks, x);
         }
-        copy_async_commit();
-        if (step >= full_begin && step < full_end && all_exist(masks)) {
-            weigh_values<false>(s, token, stage, masks);
+        softmax_step(s, x);
+        if (whole) {
+            multiply_values<false>(s, stage);
         } else {
-            weigh_values<true>(s, token, stage, masks);
+            multiply_values<true>(s, stage);
         }
     }
-    sync_block();
 }
 
 KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
@@ -728,31 +913,24 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     find_place(args, s);
     s.dims = s.warp % kGroups;
     s.half = s.warp / kGroups;
+    s.owner = s.dims % kOwners;
     if (s.first_vector >= s.vectors) {
         return;
-    }
-    s.weight_reference = s.sum_reference = -infinity();
-    s.sum = 0;
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-        for (int j = 0; j < kColumns; j++) {
-            for (int i = 0; i < 4; i++) {
-                s.out[m][j][i] = 0;
-            }
-        }
     }
 #if KMLA_HAS_BULK_COPY
     if (thread_index() == 0) {
         for (int stage = 0; stage < kStages; stage++) {
-            barrier_init(arrival_of(stage), 1);
+            barrier_init(arrival_of(stage), kRuns);
         }
         barrier_init_fence();
     }
 #endif
-    load_query(args, s); // first, for its latency
-    find_ranges(args, s, weights());
+    // First, for their latency.
+    int likely = copies_in_bulk(s) ? look_up(args, s, likely_first(args, s)) : -1;
+    load_query(args, s);
+    find_ranges(args, s, of_tokens(0));
     sync_block();
-    read_tokens(args, s);
+    read_tokens(args, s, likely);
     launch_dependents();
     finish_softmax(args, s);
     sync_block();

@@ -21,9 +21,11 @@ constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
                                : KMLA_I_PITCH_BF16;
 constexpr int kStages = KMLA_STAGES;
 constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM
-constexpr int kWarps = KMLA_I_READER_THREADS / 32;
-constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS : KMLA_I_STEP_TOKENS;
-constexpr int kWarpTokens = kStep / kWarps; // of a step, for look-ups and copies
+constexpr int kWarps = (kHopper ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;
+constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS
+                      : kBf16 ? KMLA_I_STEP_TOKENS
+                              : KMLA_I_FP8_STEP_TOKENS;
+constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies
 constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
 constexpr int kLanesPerVector = kHopper ? 4 : 8; // that know a vector's range
 
@@ -76,23 +78,18 @@ struct tile_facts : tile_bounds {
 struct vector_range {
     int begin, end, whole, unused;
 };
-// A bit a token of a step: it exists. Byte or word w is of warp w's tokens.
-typedef uint16_t warp_mask;
 
+constexpr int kMaskBytes = kHopper ? 4 : 16; // of a stage: which of its tokens exist
 constexpr int kMasksAt = (8 * kStages + 15) / 16 * 16;
-constexpr int kFactsAt = kMasksAt + kStages * kWarps * (int)sizeof(warp_mask);
-constexpr int kRangesAt = KMLA_I_MISC_BYTES;
+constexpr int kFactsAt = (kMasksAt + kStages * kMaskBytes + 15) / 16 * 16;
+constexpr int kRangesAt = kHopper ? KMLA_I_HOPPER_MISC_BYTES : KMLA_I_MISC_BYTES;
 constexpr int kFactorsAt = kRangesAt + kTile * 16;
 constexpr int kTargetsAt = kFactorsAt + kTile * 4;
 constexpr int kSmallBytes = kTargetsAt + kTile * 8;
-static_assert(kFactsAt % 16 == 0 && kFactsAt + (int)sizeof(tile_facts) <= KMLA_I_MISC_BYTES,
-              "barriers, masks and facts fit");
+static_assert(kFactsAt + (int)sizeof(tile_facts) <= kRangesAt, "barriers, masks and facts fit");
 static_assert(sizeof(vector_range) == 16, "one load");
 
-KMLA_DEVICE uint64_t* arrival_of(int step) { return (uint64_t*)shared_memory() + step % kStages; }
-KMLA_DEVICE warp_mask* token_masks_of(int step) {
-    return (warp_mask*)(shared_memory() + kMasksAt) + step % kStages * kWarps;
-}
+KMLA_DEVICE uint64_t* arrival_of(int stage) { return (uint64_t*)shared_memory() + stage % kStages; }
 KMLA_DEVICE tile_facts& bounds() { return *(tile_facts*)(shared_memory() + kFactsAt); }
 KMLA_DEVICE vector_range& range_of(int n) {
     return ((vector_range*)(shared_memory() + kRangesAt))[n];
@@ -102,6 +99,13 @@ KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
 // Where each vector's result goes: twice the index of its first element, + 1 if that is in the
 // output and not in a partial; negative: nowhere.
 KMLA_DEVICE int64_t* targets() { return (int64_t*)(shared_memory() + kTargetsAt); }
+
+#ifndef KMLA_HOPPER
+// A bit a token of a step: it exists. Word w is of warp w's tokens.
+typedef uint16_t warp_mask;
+KMLA_DEVICE warp_mask* token_masks_of(int step) {
+    return (warp_mask*)(shared_memory() + kMasksAt) + step % kStages * kWarps;
+}
 
 // Of the kWarpTokens tokens from `token` on, those in [first, last).
 KMLA_DEVICE warp_mask mask_of_tokens(int token, int first, int last) {
@@ -120,6 +124,7 @@ KMLA_DEVICE bool all_exist(const warp_mask* masks) {
     word4 m = *(const word4*)masks;
     return (m.x & m.y & m.z & m.w) == all;
 }
+#endif
 
 // ---- ranges
 
@@ -238,28 +243,20 @@ KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (
 KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place& s,
                                const float (&out)[4][kColumns * 4]) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
-    int64_t target[kColumns][2];
-    float factor[kColumns][2];
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        for (int i = 0; i < 2; i++) {
-            target[j][i] = targets()[8 * j + 2 * s.column + i];
-            factor[j][i] = factors()[8 * j + 2 * s.column + i];
-        }
-    }
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float x[8];
+            int64_t target = targets()[8 * j + 2 * s.column + i];
+            float x[8], factor = factors()[8 * j + 2 * s.column + i];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                x[2 * m] = factor[j][i] == 0 ? 0 : out[m][4 * j + i] * factor[j][i];
-                x[2 * m + 1] = factor[j][i] == 0 ? 0 : out[m][4 * j + 2 + i] * factor[j][i];
+                x[2 * m] = factor == 0 ? 0 : out[m][4 * j + i] * factor;
+                x[2 * m + 1] = factor == 0 ? 0 : out[m][4 * j + 2 + i] * factor;
             }
-            if (target[j][i] >= 0) {
-                bool final = target[j][i] & 1;
-                store_out(final ? args.out : args.part_out, target[j][i] / 2 + dim,
+            if (target >= 0) {
+                bool final = target & 1;
+                store_out(final ? args.out : args.part_out, target / 2 + dim,
                           final ? args.out_type : args.partial_type, x);
             }
         }
