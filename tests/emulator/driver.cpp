@@ -3,8 +3,8 @@
 // host's C++ compiler, a "CUBIN" the path of a shared object; launches are done when the call
 // returns. Faults of device code abort; misuse of the API gets the driver's error codes.
 //
-// The Makefile defines KMLA_ARCH, KMLA_EMULATOR_COMPILE and KMLA_EMULATOR_LINK (a compiler and its
-// flags), KMLA_EMULATOR_SOURCES (this directory) and KMLA_EMULATOR_IMAGES (where shared objects go).
+// The Makefile defines KMLA_ARCH, KMLA_EMULATOR_COMPILE and KMLA_EMULATOR_LINK (a compiler and
+// flags), KMLA_EMULATOR_SOURCES (this directory), KMLA_EMULATOR_IMAGES (where shared objects go).
 
 #include "emulator.h"
 

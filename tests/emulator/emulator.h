@@ -1,7 +1,7 @@
 // A CUDA block on the CPU: what instructions.h, the fake driver and the self tests share.
 //
 // Every thread of a block is a fiber. One fiber runs at a time, until it waits for something: the
-// rest of its warp (warp_together), of its block (sync_block), some warps (named_barrier_arrive), or
+// rest of its warp (warp_together), of its block (sync_block), other warps (named_barrier_arrive),
 // an mbarrier (barrier_wait). scheduler.cpp then resumes another, chosen by a seeded random number.
 // No standard header is included, because the device source defines uint64_t and friends itself.
 
