@@ -17,7 +17,7 @@ constexpr int kScoreWarps = 4; // of a group
 constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
 constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
 // Registers of a thread that scores and of one that weighs; all start with 128.
-constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
+constexpr int kScoreRegisters = kTile > 56 ? 80 : kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
 constexpr int kValueRegisters = 256 - kScoreRegisters;
 // Named barriers; 0 is the block's.
 constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;
@@ -27,8 +27,7 @@ constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softm
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
 constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied
-constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;
-constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
+static_assert(KMLA_ROPE_DIMS == 2 * kBatchSteps * 16, "two batches of rope");
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
 static_assert(kStep == 2 * kRunTokens, "a step is two runs");
 
@@ -39,7 +38,8 @@ constexpr int kWeightsAt = kQueryAt + kBlocksOf64 * kTile * 128; // f16 [2][tile
 constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
 constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
 constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
-static_assert(kStateAt + 7 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
+constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]
+static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, "host and device layouts differ");
 
 // Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
 constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
@@ -99,17 +99,14 @@ typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile
 
 // What a block walks over.
 struct token_walk {
-    int first, steps;         // a step's multiple; how many
-    int full_begin, full_end; // steps of which every vector sees every token that exists
-    int odd; // 1 if the first step is odd, of all steps since token 0
+    int first, steps; // a step's multiple; how many
+    int odd;          // 1 if the first step is odd, of all steps since token 0
 };
 
 KMLA_DEVICE token_walk find_walk() {
     token_walk walk;
     walk.first = bounds().begin / kStep * kStep;
     walk.steps = maximum(bounds().end - walk.first + kStep - 1, 0) / kStep;
-    walk.full_begin = (bounds().full_begin - walk.first + kStep - 1) / kStep;
-    walk.full_end = (bounds().full_end - walk.first) / kStep;
     walk.odd = walk.first / kStep % 2;
     return walk;
 }
@@ -125,11 +122,11 @@ KMLA_DEVICE ring_place place_after(ring_place at, int runs) { // at most kStages
     return ring_place{wraps ? slot - kStages : slot, at.parity ^ (uint32_t)wraps};
 }
 
-// Waits for both runs of a step. Whether every vector of the tile sees all 64 tokens.
-KMLA_DEVICE bool wait_for_runs(const token_walk& walk, int step, ring_place low, ring_place high) {
+// Waits for both runs of the step from `token` on. Whether every vector of the tile sees all 64.
+KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {
     barrier_wait(arrival_of(low.slot), low.parity);
     barrier_wait(arrival_of(high.slot), high.parity);
-    return step >= walk.full_begin && step < walk.full_end &&
+    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&
            (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;
 }
 
@@ -423,39 +420,36 @@ KMLA_DEVICE uint64_t query_descriptor(int step_of_16) {
 typedef uint32_t raw_batch[kBatchSteps][4];
 typedef uint32_t fragment_batch[kBatchSteps][4];
 
-KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
-
-KMLA_DEVICE void load_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
+KMLA_DEVICE void load_batch(const uint8_t* codes, raw_batch& raw) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        int step = batch * kBatchSteps + k;
-        const uint8_t* at = record + 16 * step + 4 * column;
-        if (is_rope_of_bf16(batch)) {
-            at = record + KMLA_PACKED_ROPE_OFFSET +
-                 32 * (step - KMLA_LATENT_DIMS / 16) + 8 * column;
-            word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
-            raw[k][0] = low.x, raw[k][1] = high.x, raw[k][2] = low.y, raw[k][3] = high.y;
-        } else {
-            raw[k][0] = *(const uint32_t*)at;
-            raw[k][1] = *(const uint32_t*)(at + 8 * kPitch);
-        }
+        raw[k][0] = *(const uint32_t*)(codes + 16 * k);
+        raw[k][1] = *(const uint32_t*)(codes + 16 * k + 8 * kPitch);
     }
 }
 
-// `kept`: all ones for a token whose codes count, else 0.
-KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, int batch, const uint32_t (&kept)[2],
-                                    fragment_batch& a) {
+KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        if (is_rope_of_bf16(batch)) {
+        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +
+                            8 * column;
+        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
+        raw[k][0] = low.x, raw[k][1] = high.x, raw[k][2] = low.y, raw[k][3] = high.y;
+    }
+}
+
+KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {
+#pragma unroll
+    for (int k = 0; k < kBatchSteps; k++) {
+        if (rope_of_bf16) {
             for (int i = 0; i < 4; i++) {
                 a[k][i] = raw[k][i];
             }
             continue;
         }
         uint32_t low[2], high[2];
-        e4m3x4_to_f16(kPacked ? raw[k][0] & kept[0] : raw[k][0], low);
-        e4m3x4_to_f16(kPacked ? raw[k][1] & kept[1] : raw[k][1], high);
+        e4m3x4_to_f16(raw[k][0], low);
+        e4m3x4_to_f16(raw[k][1], high);
         a[k][0] = low[0], a[k][1] = high[0], a[k][2] = low[1], a[k][3] = high[1];
     }
 }
@@ -464,16 +458,14 @@ KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, int batch, const uint3
 // multiplied by the token's scale of the group before over that of the next, in the end by the last.
 struct key_scales {
     float factor[2][kGroups]; // of the thread's two tokens: behind each group
-    uint32_t kept;            // bit 4 i + g: group g of token i counts
 };
 
-// A group of which the scale is below 2^-kFaintGroup of the token's largest, as that of zeros, would
-// overflow such a quotient, and counts as zeros: less than rounding of any sum that it is part of.
+// A scale below 2^-kFaintGroup of the token's largest, as that of zeros, would overflow such a
+// quotient. It is taken for that much: less than rounding of any sum that the group is part of.
 constexpr int kFaintGroup = 80;
 
 KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
     key_scales scales;
-    scales.kept = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);
@@ -482,83 +474,97 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
         for (int g = 0; g < kGroups; g++) {
             largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);
         }
-        bool finite = largest < 0x7F800000u;
-        float least = bits_float(largest) * bits_float((uint32_t)(127 - kFaintGroup) << 23);
-        // Towards 1, so that quotients of tiny scales are right too.
-        float normal = largest < 64u << 23 ? bits_float((127 + 64) << 23) : 1.0f;
-        float before = bits_float(largest);
-        before = largest == 0 ? 1.0f : before;
+        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.
+        uint32_t power = largest & 0x7F800000u;
+        float to_one = bits_float((254u << 23) - (power < 253u << 23 ? power : 253u << 23));
+        float before = 1;
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
-            float scale = bits_float(of_group[g]);
-            bool counts = finite && bits_float(of_group[g] & 0x7FFFFFFFu) > least;
-            scale = counts ? scale : before;
-            scales.kept |= (uint32_t)counts << (4 * i + g);
+            float scale = bits_float(of_group[g]) * to_one;
+            const float least = bits_float((uint32_t)(127 - kFaintGroup) << 23);
+            scale = maximum(scale, -scale) < least ? least : scale;
             if (g > 0) {
-                scales.factor[i][g - 1] = before * normal * reciprocal(scale * normal);
+                scales.factor[i][g - 1] = before * reciprocal(scale);
             }
             before = scale;
         }
-        // A scale that is no number makes the score none.
-        scales.factor[i][kGroups - 1] = finite ? before : bits_float(0x7FC00000u);
+        // A scale that is no number makes the score none; scales that are all 0 make it 0.
+        float last = before * bits_float(power > 0 ? power : 1u << 23);
+        last = largest == 0 ? 0 : last;
+        scales.factor[i][kGroups - 1] = largest < 0x7F800000u ? last : bits_float(0x7FC00000u);
     }
     return scales;
 }
 
-KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {
+// By the factors behind the group that is done, which then are the next's.
+KMLA_DEVICE void scale_scores(accumulators& score, key_scales& scales) {
 #pragma unroll
     for (int i = 0; i < kColumns * 4; i++) {
-        score[i] *= scales.factor[i / 2 % 2][group];
+        score[i] *= scales.factor[i / 2 % 2][0];
+    }
+    for (int i = 0; i < 2; i++) {
+        for (int g = 0; g + 1 < kGroups; g++) {
+            scales.factor[i][g] = scales.factor[i][g + 1];
+        }
     }
 }
 
-KMLA_DEVICE void kept_of_batch(const key_scales& scales, int batch, uint32_t (&kept)[2]) {
-    int g = batch * kBatchSteps / kGroupSteps;
-    kept[0] = kPacked && !(scales.kept >> g & 1) ? 0 : 0xFFFFFFFFu;
-    kept[1] = kPacked && !(scales.kept >> (4 + g) & 1) ? 0 : 0xFFFFFFFFu;
+// One batch of QK.
+KMLA_DEVICE void multiply_batch(uint64_t b, bool add, bool rope_of_bf16, const fragment_batch& a,
+                                accumulators& score) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBatchSteps; k++) {
+        if (rope_of_bf16) {
+            wgmma_bf16(score, a[k], b + (uint64_t)(2 * k), true);
+        } else {
+            wgmma_f16(score, a[k], b + (uint64_t)(2 * k), add || k > 0);
+        }
+    }
+    wgmma_commit();
 }
 
 KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {
-    const int per_group = kGroupSteps / kBatchSteps;
+    const int per_group = kGroupSteps / kBatchSteps; // batches: even, so that buffers alternate
     key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
-    uint32_t kept[2];
-    load_batch(record, s.column, 0, raw);
+    const uint8_t* codes = record + 4 * s.column;
+    uint64_t b = query_descriptor(0);
+    load_batch(codes, raw);
     if (kPacked) {
         scales = load_key_scales(record);
     }
-    kept_of_batch(scales, 0, kept);
-    batch_to_fragments(raw, 0, kept, a[0]);
-    load_batch(record, s.column, 1, raw);
+    batch_to_fragments(raw, false, a[0]);
+    load_batch(codes + kBatchSteps * 16, raw);
+#pragma unroll(kPacked ? 1 : kGroups) // products of E4M3 codes are under way from group to group
+    for (int group = 0; group < kGroups; group++) {
 #pragma unroll
-    for (int batch = 0; batch < kBatches; batch++) {
-        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {
-            wgmma_wait<0>();
-            scale_scores(score, scales, batch / per_group - 1);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kBatchSteps; k++) {
-            uint64_t b = query_descriptor(batch * kBatchSteps + k);
-            if (is_rope_of_bf16(batch)) {
-                wgmma_bf16(score, a[batch % 2][k], b, true);
-            } else {
-                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);
-            }
-        }
-        wgmma_commit();
-        if (batch + 1 < kBatches) {
+        for (int batch = 0; batch < per_group; batch++) {
+            // 32 bytes of k a step in a block of 128.
+            multiply_batch(b + (uint64_t)(batch / 2 * kTile * 128 / 16 + batch % 2 * 4),
+                           group + batch > 0, false, a[batch % 2], score);
             wgmma_wait<1>(); // the batch before is done with its registers
-            if (batch + 1 < kLatentBatches) {
-                kept_of_batch(scales, batch + 1, kept);
-            }
-            batch_to_fragments(raw, batch + 1, kept, a[(batch + 1) % 2]);
+            batch_to_fragments(raw, false, a[(batch + 1) % 2]);
+            load_batch(codes + (batch + 2) * kBatchSteps * 16, raw);
         }
-        if (batch + 2 < kBatches) {
-            load_batch(record, s.column, batch + 2, raw);
+        b += 2 * kTile * 128 / 16;
+        codes += kGroupSteps * 16;
+        if (kPacked) {
+            wgmma_wait<0>();
+            scale_scores(score, scales);
         }
     }
+    // What is in a and raw now are the first two batches behind the latent dims: E4M3's rope.
+    if (kPacked) {
+        load_rope(record, s.column, 0, raw);
+        batch_to_fragments(raw, true, a[0]);
+        load_rope(record, s.column, 1, raw);
+    }
+    multiply_batch(b, true, kPacked, a[0], score);
+    wgmma_wait<1>();
+    batch_to_fragments(raw, kPacked, a[1]);
+    multiply_batch(b + 4, true, kPacked, a[1], score);
     wgmma_wait<0>();
 }
 
@@ -567,7 +573,7 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
 
 // From kLeastExponent to 126. 2^(exponent - kMidExponent), its inverse and products of it with
 // weights are normal floats.
-constexpr int kLeastExponent = -110, kMidExponent = 16;
+constexpr int kLeastExponent = -118, kMidExponent = 8;
 
 // Exponents of the thread's two tokens; the ratios of all four groups to the buffer.
 KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
@@ -807,22 +813,37 @@ KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumu
     meet_group(s);
 }
 
-KMLA_DEVICE void scale_sums(const score_place& s, int buffer, float (&sum)[kColumns][2]) {
+// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.
+KMLA_DEVICE word2& sums_of(const score_place& s, int j) {
+    return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];
+}
+
+KMLA_DEVICE void scale_sums(const score_place& s, int buffer) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         of_two factor = load_two(s, sum_factors_of(buffer), j);
-        sum[j][0] *= factor.value[0];
-        sum[j][1] *= factor.value[1];
+        word2 sum = sums_of(s, j);
+        sums_of(s, j) = word2{float_bits(bits_float(sum.x) * factor.value[0]),
+                              float_bits(bits_float(sum.y) * factor.value[1])};
+    }
+}
+
+KMLA_DEVICE void add_to_sums(const score_place& s, const float (&of_step)[kColumns][2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        word2 sum = sums_of(s, j);
+        sums_of(s, j) = word2{float_bits(bits_float(sum.x) + of_step[j][0]),
+                              float_bits(bits_float(sum.y) + of_step[j][1])};
     }
 }
 
 // ---- the walk of a score group over its steps
 
 // Before a group's softmax the other's of the step before is done: what that left counts.
-KMLA_DEVICE void take_turn(const score_place& s, float (&sum)[kColumns][2]) {
+KMLA_DEVICE void take_turn(const score_place& s) {
     named_barrier_sync(kTurnBarrier + (uint32_t)s.group, 2 * kScoreThreads);
     if (rescaled(1 - s.group)) {
-        scale_sums(s, 1 - s.group, sum);
+        scale_sums(s, 1 - s.group);
     }
 }
 KMLA_DEVICE void pass_turn(const score_place& s) {
@@ -832,7 +853,7 @@ KMLA_DEVICE void pass_turn(const score_place& s) {
 // Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
 // has a reference yet.
 KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
-                              const int (&exponent)[2], float (&sum)[kColumns][2]) {
+                              const int (&exponent)[2]) {
     float of_step[kColumns][2], power[2];
     bool grown = first;
     power[0] = power_of(exponent[0] - kMidExponent);
@@ -848,29 +869,25 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
     if (grown) {
         raise_references(s, first, score, power, exponent);
         pass_turn(s);
-        scale_sums(s, s.group, sum);
+        scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
         meet_group(s);
     } else {
         pass_turn(s);
     }
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        sum[j][0] += of_step[j][0];
-        sum[j][1] += of_step[j][1];
-    }
+    add_to_sums(s, of_step);
 }
 
 // Sums over lanes, then warps and groups ascending; factors and targets of the results. The scratch
 // is the buffer of the step behind the last.
-KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer,
-                                const float (&sum)[kColumns][2]) {
+KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer) {
     float* rows = (float*)weight_block(buffer);
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
+        word2 sum = sums_of(s, j);
         for (int i = 0; i < 2; i++) {
-            float of_warp = sum[j][i];
+            float of_warp = bits_float(i ? sum.y : sum.x);
             of_warp += shuffle_xor(of_warp, 4);
             of_warp += shuffle_xor(of_warp, 8);
             of_warp += shuffle_xor(of_warp, 16);
@@ -913,10 +930,8 @@ KMLA_DEVICE score_place find_score_place(int thread) {
 
 KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
     score_place s = find_score_place(thread_index());
-    float sum[kColumns][2];
-#pragma unroll
     for (int j = 0; j < kColumns; j++) {
-        sum[j][0] = sum[j][1] = 0;
+        sums_of(s, j) = word2{0, 0};
     }
     int step = s.group ^ walk.odd; // the group's first
     ring_place low = place_after(ring_place{0, 0}, 2 * step);
@@ -925,7 +940,7 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
         s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
         ring_place high = place_after(low, 1);
         int token = walk.first + step * kStep;
-        bool full = wait_for_runs(walk, step, low, high);
+        bool full = wait_for_runs(token, low, high);
         int slot = s.warp < 2 ? low.slot : high.slot;
         uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
         const uint8_t* record =
@@ -942,9 +957,9 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
             mask_scores(s, token, tokens, score);
         }
         if (step > 0) {
-            take_turn(s, sum);
+            take_turn(s);
         }
-        softmax_step(s, step == 0, score, exponent, sum);
+        softmax_step(s, step == 0, score, exponent);
         if (s.thread == 0) {
             barrier_arrive(weights_ready(s.group));
         }
@@ -952,11 +967,11 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
     }
     launch_dependents();
     if (step == walk.steps && step > 0) { // the last step was the other group's
-        take_turn(s, sum);
+        take_turn(s);
     }
     int next = (walk.steps + walk.odd) % 2;
     take_buffer(next, walk.steps);
-    finish_softmax(args, s, next, sum);
+    finish_softmax(args, s, next);
     if (s.group == 0) {
         named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);
     }
@@ -1064,7 +1079,7 @@ KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place&
             copy_next_runs(args, s, walk, before, next);
         }
         ring_place after = place_after(place, 1);
-        bool full = wait_for_runs(walk, step, place, after);
+        bool full = wait_for_runs(token, place, after);
         const uint8_t* low = records_of(place.slot) + offset;
         const uint8_t* high = records_of(after.slot) + offset;
         load_values(low, raw);
