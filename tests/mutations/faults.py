@@ -199,7 +199,7 @@ FAULTS = [
     hopper("a step that rescales does not say so", "rescaled(s.group) = grown;",
            "rescaled(s.group) = 0;"),
     hopper("V's scale moves, its products stay", "factor * now * bits_float(",
-           "factor; (void)bits_float("),
+           "factor; (void)bits_float(", group="extreme scales"),
     hopper("sums are not rescaled by the group's own steps", "        scale_sums(s, s.group);\n",
            ""),
     hopper("sums are not rescaled by the other group's steps",
