@@ -6355,7 +6355,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each\n"
      "constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims\n"
      "constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied\n"
-     "static_assert(KMLA_ROPE_DIMS == 2 * kBatchSteps * 16, \"two batches of rope\");\n"
+     "constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;\n"
+     "constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page\n"
      "static_assert(kStep == 2 * kRunTokens, \"a step is two runs\");\n"
      "\n"
@@ -6394,9 +6395,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
-     "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
     },
     {"hopper.cuh", 70,
+     "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
      "    return shared_memory() + kWeightsAt + buffer * kTile * 128;\n"
      "}\n"
      "KMLA_DEVICE uint8_t* records_of(int slot) {\n"
@@ -6483,9 +6484,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
-     "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
     },
     {"hopper.cuh", 157,
+     "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
      "        load_bf16(record + KMLA_PACKED_ROPE_OFFSET + 32 * (block - rope), pair);\n"
      "    } else {\n"
      "        float scale = args.query_format == KMLA_QUERY_PACKED\n"
@@ -6576,10 +6577,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    } else {\n"
      "#pragma unroll 1\n"
+    },
+    {"hopper.cuh", 248,
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
-    },
-    {"hopper.cuh", 249,
      "            load_query_part(args, record, exists, i, part, pair);\n"
      "            amax = lane_amax(pair, amax);\n"
      "        }\n"
@@ -6675,9 +6676,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of\n"
     },
     {"hopper.cuh", 345,
+     "// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of\n"
      "// the one that says which there are.\n"
      "KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {\n"
      "    return copies_in_bulk(s) \? 1 : kValueThreads + 1;\n"
@@ -6774,11 +6775,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 442,
      "KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
-    },
-    {"hopper.cuh", 444,
      "        if (rope_of_bf16) {\n"
      "            for (int i = 0; i < 4; i++) {\n"
      "                a[k][i] = raw[k][i];\n"
@@ -6834,77 +6835,62 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return scales;\n"
      "}\n"
      "\n"
-     "// By the factors behind the group that is done, which then are the next's.\n"
-     "KMLA_DEVICE void scale_scores(accumulators& score, key_scales& scales) {\n"
+     "KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {\n"
      "#pragma unroll\n"
      "    for (int i = 0; i < kColumns * 4; i++) {\n"
-     "        score[i] *= scales.factor[i / 2 % 2][0];\n"
-     "    }\n"
-     "    for (int i = 0; i < 2; i++) {\n"
-     "        for (int g = 0; g + 1 < kGroups; g++) {\n"
-     "            scales.factor[i][g] = scales.factor[i][g + 1];\n"
-     "        }\n"
+     "        score[i] *= scales.factor[i / 2 % 2][group];\n"
      "    }\n"
      "}\n"
      "\n"
-     "// One batch of QK.\n"
-     "KMLA_DEVICE void multiply_batch(uint64_t b, bool add, bool rope_of_bf16, const fragment_batch& a,\n"
-     "                                accumulators& score) {\n"
-     "    wgmma_fence();\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kBatchSteps; k++) {\n"
-     "        if (rope_of_bf16) {\n"
-     "            wgmma_bf16(score, a[k], b + (uint64_t)(2 * k), true);\n"
-     "        } else {\n"
-     "            wgmma_f16(score, a[k], b + (uint64_t)(2 * k), add || k > 0);\n"
-     "        }\n"
+     "KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }\n"
+     "\n"
+     "KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
+     "    if (is_rope_of_bf16(batch)) {\n"
+     "        load_rope(record, column, batch - kLatentBatches, raw);\n"
+     "    } else {\n"
+     "        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);\n"
      "    }\n"
-     "    wgmma_commit();\n"
      "}\n"
      "\n"
+     "// A batch is multiplied while the next is converted and the raw words of the one after it come.\n"
      "KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {\n"
-     "    const int per_group = kGroupSteps / kBatchSteps; // batches: even, so that buffers alternate\n"
+     "    const int per_group = kGroupSteps / kBatchSteps;\n"
      "    key_scales scales;\n"
      "    raw_batch raw;\n"
      "    fragment_batch a[2];\n"
-     "    const uint8_t* codes = record + 4 * s.column;\n"
-     "    uint64_t b = query_descriptor(0);\n"
-     "    load_batch(codes, raw);\n"
+     "    load_any_batch(record, s.column, 0, raw);\n"
      "    if (kPacked) {\n"
      "        scales = load_key_scales(record);\n"
      "    }\n"
      "    batch_to_fragments(raw, false, a[0]);\n"
-     "    load_batch(codes + kBatchSteps * 16, raw);\n"
-     "#pragma unroll(kPacked \? 1 : kGroups) // products of E4M3 codes are under way from group to group\n"
-     "    for (int group = 0; group < kGroups; group++) {\n"
+     "    load_any_batch(record, s.column, 1, raw);\n"
      "#pragma unroll\n"
-    },
-    {"hopper.cuh", 543,
-     "        for (int batch = 0; batch < per_group; batch++) {\n"
-     "            // 32 bytes of k a step in a block of 128.\n"
-     "            multiply_batch(b + (uint64_t)(batch / 2 * kTile * 128 / 16 + batch % 2 * 4),\n"
-     "                           group + batch > 0, false, a[batch % 2], score);\n"
-     "            wgmma_wait<1>(); // the batch before is done with its registers\n"
-     "            batch_to_fragments(raw, false, a[(batch + 1) % 2]);\n"
-     "            load_batch(codes + (batch + 2) * kBatchSteps * 16, raw);\n"
-     "        }\n"
-     "        b += 2 * kTile * 128 / 16;\n"
-     "        codes += kGroupSteps * 16;\n"
-     "        if (kPacked) {\n"
+     "    for (int batch = 0; batch < kBatches; batch++) {\n"
+     "        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {\n"
      "            wgmma_wait<0>();\n"
-     "            scale_scores(score, scales);\n"
+     "            scale_scores(score, scales, batch / per_group - 1);\n"
+     "        }\n"
+     "        wgmma_fence();\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kBatchSteps; k++) {\n"
+    },
+    {"hopper.cuh", 538,
+     "            uint64_t b = query_descriptor(batch * kBatchSteps + k);\n"
+     "            if (is_rope_of_bf16(batch)) {\n"
+     "                wgmma_bf16(score, a[batch % 2][k], b, true);\n"
+     "            } else {\n"
+     "                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);\n"
+     "            }\n"
+     "        }\n"
+     "        wgmma_commit();\n"
+     "        if (batch + 1 < kBatches) {\n"
+     "            wgmma_wait<1>(); // the batch before is done with its registers\n"
+     "            batch_to_fragments(raw, is_rope_of_bf16(batch + 1), a[(batch + 1) % 2]);\n"
+     "        }\n"
+     "        if (batch + 2 < kBatches) {\n"
+     "            load_any_batch(record, s.column, batch + 2, raw);\n"
      "        }\n"
      "    }\n"
-     "    // What is in a and raw now are the first two batches behind the latent dims: E4M3's rope.\n"
-     "    if (kPacked) {\n"
-     "        load_rope(record, s.column, 0, raw);\n"
-     "        batch_to_fragments(raw, true, a[0]);\n"
-     "        load_rope(record, s.column, 1, raw);\n"
-     "    }\n"
-     "    multiply_batch(b, true, kPacked, a[0], score);\n"
-     "    wgmma_wait<1>();\n"
-     "    batch_to_fragments(raw, kPacked, a[1]);\n"
-     "    multiply_batch(b + 4, true, kPacked, a[1], score);\n"
      "    wgmma_wait<0>();\n"
      "}\n"
      "\n"
@@ -6966,8 +6952,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "struct of_two {\n"
      "    float value[2];\n"
      "};\n"
-    },
-    {"hopper.cuh", 629,
      "KMLA_DEVICE of_two load_two(const score_place& s, const float* of_vectors, int j) {\n"
      "    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);\n"
      "    return of_two{{bits_float(bits.x), bits_float(bits.y)}};\n"
@@ -6978,6 +6962,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                      {bits_float(bits.z), bits_float(bits.w)}};\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 625,
      "// A step's weights of a column by the references as they are. `power`: of the thread's two tokens.\n"
      "struct column_weights {\n"
      "    float sum[2];     // of the two tokens', as the sum takes them, by vector\n"
@@ -7062,8 +7048,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- references, the rare case: maxima of each vector over the step\n"
      "\n"
-    },
-    {"hopper.cuh", 723,
      "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the\n"
      "// sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
@@ -7071,6 +7055,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
+    },
+    {"hopper.cuh", 716,
      "    return (float*)weight_block(s.group) + 32 * n;\n"
      "}\n"
      "\n"
@@ -7144,8 +7130,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        float top_weight = find_top<kTopWeight>(s, score, power, exponent);\n"
      "        bool outgrown = top_weight - (float)exponent_of_scale(before) >\n"
      "                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;\n"
-    },
-    {"hopper.cuh", 803,
      "        if (grown && (old == kNoReference || outgrown)) {\n"
      "            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;\n"
      "            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));\n"
@@ -7158,6 +7142,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    meet_group(s);\n"
      "}\n"
+    },
+    {"hopper.cuh", 801,
      "\n"
      "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.\n"
      "KMLA_DEVICE word2& sums_of(const score_place& s, int j) {\n"
@@ -7249,8 +7235,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int row = 0; row < 2 * kScoreWarps; row++) {\n"
      "            total += rows[row * kTile + n];\n"
      "        }\n"
-    },
-    {"hopper.cuh", 906,
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
@@ -7265,6 +7249,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_DEVICE score_place find_score_place(int thread) {\n"
+    },
+    {"hopper.cuh", 906,
      "    score_place s;\n"
      "    s.group = thread / kScoreThreads;\n"
      "    s.thread = thread % kScoreThreads;\n"
@@ -7353,8 +7339,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            e4m3x4_to_f16(woven[m], pair);\n"
      "            for (int i = 0; i < 2; i++) {\n"
      "                uint32_t value = kPacked \? multiply_f16x2(pair[i], ratio) : pair[i];\n"
-    },
-    {"hopper.cuh", 1008,
      "                a[m][2 * half + i] = masked \? minimum_f16x2(value, largest) : value;\n"
      "            }\n"
      "        }\n"
@@ -7368,6 +7352,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "template <bool masked>\n"
      "KMLA_DEVICE void multiply_values(const block_place& s, const uint8_t* low, const uint8_t* high,\n"
      "                                 int steps, int buffer, word2 (&token)[4],\n"
+    },
+    {"hopper.cuh", 1007,
      "                                 accumulators (&out)[4]) {\n"
      "    const uint32_t* ratios = (const uint32_t*)ratios_of(buffer, s.warp / 2) + s.column;\n"
      "    uint64_t b = matrix_descriptor(weight_block(buffer));\n"
@@ -7459,8 +7445,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int slot = 0; slot < kStages; slot++) {\n"
      "        barrier_init(arrival_of(slot), run_arrivals(s));\n"
      "    }\n"
-    },
-    {"hopper.cuh", 1112,
      "    for (int buffer = 0; buffer < 2; buffer++) {\n"
      "        barrier_init(weights_ready(buffer), 1);\n"
      "        barrier_init(weights_free(buffer), kValueWarps);\n"
@@ -7482,6 +7466,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (thread_index() == 0) {\n"
      "        init_barriers(s);\n"
      "    }\n"
+    },
+    {"hopper.cuh", 1119,
      "    find_ranges(args, s, weight_block(0));\n"
      "    sync_block();\n"
      "    token_walk walk = find_walk();\n"
@@ -7812,7 +7798,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x7EB2F1382D161EE0ull
+#define KMLA_I_DEVICE_PARTS_HASH 0x45817842039F0969ull
 // clang-format on
 // >>device source end
 

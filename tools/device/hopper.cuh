@@ -27,7 +27,8 @@ constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softm
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
 constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied
-static_assert(KMLA_ROPE_DIMS == 2 * kBatchSteps * 16, "two batches of rope");
+constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;
+constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
 static_assert(kStep == 2 * kRunTokens, "a step is two runs");
 
@@ -496,75 +497,60 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
     return scales;
 }
 
-// By the factors behind the group that is done, which then are the next's.
-KMLA_DEVICE void scale_scores(accumulators& score, key_scales& scales) {
+KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {
 #pragma unroll
     for (int i = 0; i < kColumns * 4; i++) {
-        score[i] *= scales.factor[i / 2 % 2][0];
-    }
-    for (int i = 0; i < 2; i++) {
-        for (int g = 0; g + 1 < kGroups; g++) {
-            scales.factor[i][g] = scales.factor[i][g + 1];
-        }
+        score[i] *= scales.factor[i / 2 % 2][group];
     }
 }
 
-// One batch of QK.
-KMLA_DEVICE void multiply_batch(uint64_t b, bool add, bool rope_of_bf16, const fragment_batch& a,
-                                accumulators& score) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kBatchSteps; k++) {
-        if (rope_of_bf16) {
-            wgmma_bf16(score, a[k], b + (uint64_t)(2 * k), true);
-        } else {
-            wgmma_f16(score, a[k], b + (uint64_t)(2 * k), add || k > 0);
-        }
+KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
+
+KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
+    if (is_rope_of_bf16(batch)) {
+        load_rope(record, column, batch - kLatentBatches, raw);
+    } else {
+        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);
     }
-    wgmma_commit();
 }
 
+// A batch is multiplied while the next is converted and the raw words of the one after it come.
 KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {
-    const int per_group = kGroupSteps / kBatchSteps; // batches: even, so that buffers alternate
+    const int per_group = kGroupSteps / kBatchSteps;
     key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
-    const uint8_t* codes = record + 4 * s.column;
-    uint64_t b = query_descriptor(0);
-    load_batch(codes, raw);
+    load_any_batch(record, s.column, 0, raw);
     if (kPacked) {
         scales = load_key_scales(record);
     }
     batch_to_fragments(raw, false, a[0]);
-    load_batch(codes + kBatchSteps * 16, raw);
-#pragma unroll(kPacked ? 1 : kGroups) // products of E4M3 codes are under way from group to group
-    for (int group = 0; group < kGroups; group++) {
+    load_any_batch(record, s.column, 1, raw);
 #pragma unroll
-        for (int batch = 0; batch < per_group; batch++) {
-            // 32 bytes of k a step in a block of 128.
-            multiply_batch(b + (uint64_t)(batch / 2 * kTile * 128 / 16 + batch % 2 * 4),
-                           group + batch > 0, false, a[batch % 2], score);
-            wgmma_wait<1>(); // the batch before is done with its registers
-            batch_to_fragments(raw, false, a[(batch + 1) % 2]);
-            load_batch(codes + (batch + 2) * kBatchSteps * 16, raw);
-        }
-        b += 2 * kTile * 128 / 16;
-        codes += kGroupSteps * 16;
-        if (kPacked) {
+    for (int batch = 0; batch < kBatches; batch++) {
+        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {
             wgmma_wait<0>();
-            scale_scores(score, scales);
+            scale_scores(score, scales, batch / per_group - 1);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBatchSteps; k++) {
+            uint64_t b = query_descriptor(batch * kBatchSteps + k);
+            if (is_rope_of_bf16(batch)) {
+                wgmma_bf16(score, a[batch % 2][k], b, true);
+            } else {
+                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);
+            }
+        }
+        wgmma_commit();
+        if (batch + 1 < kBatches) {
+            wgmma_wait<1>(); // the batch before is done with its registers
+            batch_to_fragments(raw, is_rope_of_bf16(batch + 1), a[(batch + 1) % 2]);
+        }
+        if (batch + 2 < kBatches) {
+            load_any_batch(record, s.column, batch + 2, raw);
         }
     }
-    // What is in a and raw now are the first two batches behind the latent dims: E4M3's rope.
-    if (kPacked) {
-        load_rope(record, s.column, 0, raw);
-        batch_to_fragments(raw, true, a[0]);
-        load_rope(record, s.column, 1, raw);
-    }
-    multiply_batch(b, true, kPacked, a[0], score);
-    wgmma_wait<1>();
-    batch_to_fragments(raw, kPacked, a[1]);
-    multiply_batch(b + 4, true, kPacked, a[1], score);
     wgmma_wait<0>();
 }
 
