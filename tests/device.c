@@ -1265,15 +1265,17 @@ static double log_uniform(ref_random* random, double low, double high) {
     return pow(2.0, low + (high - low) * ref_uniform(random));
 }
 
-// Packed scales of any size in one row, some negative, some 0, some tokens with all four 0. Query 0
-// makes all weights equal; small ones make the scores of the largest tokens of order 1; normal ones
-// leave one token, which must come out as it is however large its score.
+// Packed scales of any size in one row, in some cases larger from token to token, some negative, some
+// 0, some tokens with all four 0. Query 0 makes all weights equal; small ones make the scores of the
+// largest tokens of order 1; normal ones leave one token, which must come out as it is however large
+// its score. `range`: exponents of the first token, low and high, and what each token adds.
 static void put_extreme_scales(const ref_case* c, const double* range, ref_random* random) {
     for (int64_t token = 0; token < 200; token++) {
         uint8_t* record = record_of(c, 0, token);
         for (int g = 0; g < 4; g++) {
             const int32_t kind = ref_below(random, 20);
-            const double scale = log_uniform(random, range[0], range[1]);
+            const double rise = range[2] * (double)token;
+            const double scale = log_uniform(random, range[0] + rise, range[1] + rise);
             put_float(scale_of(record, g), (float)(kind == 0 ? 0.0 : kind == 1 ? -scale : scale));
         }
         if (token % 17 == 0) { // it counts and weighs nothing
@@ -1290,12 +1292,15 @@ static void multiply_query(const ref_case* c, int32_t row, int32_t head, double 
 }
 
 static void test_extreme_scales(void) {
-    static const double ranges[][2] = {{-60.0, 40.0}, {-126.0, -100.0}, {-149.0, -126.0},
-                                       {-3.0, 3.0},   {20.0, 60.0},     {-60.0, -50.0}};
+    static const double ranges[][3] = {{-60.0, 40.0, 0.0},    {-126.0, -100.0, 0.0},
+                                       {-149.0, -126.0, 0.0}, {-3.0, 3.0, 0.0},
+                                       {20.0, 60.0, 0.0},     {-60.0, -50.0, 0.0},
+                                       {-40.0, -39.0, 0.25}};
     const int32_t lengths[] = {200, 137};
     for (int n = 0; n < COUNT(ranges) * 3 * 2; n++) {
         const double* range = ranges[n % COUNT(ranges)];
-        const double factors[] = {0.0, range[1] > -8.0 ? pow(2.0, -range[1] - 8.0) : 1.0, 1.0};
+        const double top = range[1] + 200 * range[2];
+        const double factors[] = {0.0, top > -8.0 ? pow(2.0, -top - 8.0) : 1.0, 1.0};
         ref_random random = {draw()};
         ref_case c = plain_case(9, 256);
         c.shape.rows_per_request = 2;
