@@ -1244,8 +1244,9 @@ static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile) {
     int32_t weights = tile * (step + 8) * 2 * (bf16 ? 2 : 1);
     int32_t ratios = packed ? step * 4 * 2 : 0;
     int32_t exponents = packed ? step * 4 : 0;
+    int32_t copies = packed ? 32 * 16 : 0; // made ready
     int32_t small = KMLA_I_MISC_BYTES + tile * (16 + 4 + 8); // and ranges, factors, targets
-    return small + records + exchange + weights + ratios + exponents;
+    return small + records + exchange + weights + ratios + exponents + copies;
 }
 
 // Shared memory of a Hopper reader's block, as hopper.cuh lays it out, with a ring of `runs`.
@@ -5395,8 +5396,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]\n"
      "constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 \? 2 : 1);\n"
      "constexpr int kExponentsAt = kRatiosAt + (kPacked \? kStep * kGroups * 2 : 0); // f16 [4][step]\n"
-     "constexpr int kEnd = kExponentsAt + (kPacked \? kStep * 4 : 0);                // fp32 [step]\n"
+     "constexpr int kRunsAt = kExponentsAt + (kPacked \? kStep * 4 : 0);             // fp32 [step]\n"
+     "constexpr int kEnd = kRunsAt + (kPacked \? 32 * 16 : 0);                       // [32]\n"
+     "constexpr int kFreeAt = kFactsAt + (int)sizeof(tile_facts);                   // barriers\n"
      "static_assert(kEnd == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "static_assert(kFreeAt + 8 * kStages <= kRangesAt, \"more barriers fit\");\n"
      "static_assert((2 * kStepTiles) * kTile * 4 <= kWeightsAt - kExchangeAt, \"maxima fit\");\n"
      "\n"
      "// Softmax of a unit: the lane's vectors are 2 * column and the next, its tokens row_in_quad and + 8.\n"
@@ -5412,14 +5416,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int owner;          // whose units the warp counts from: dims, if that is an owner\n"
      "    word2 query[kQuerySteps][kColumns]; // B fragments, of columns as column_of counts them\n"
      "    unit_state unit[kSlots];\n"
+    },
+    {"reader.cuh", 60,
      "    float out[4][kColumns][4]; // O^T, as in store_results\n"
      "};\n"
      "\n"
      "KMLA_DEVICE uint8_t* stage_of(int step) {\n"
      "    return shared_memory() + kStagesAt + step % kStages * kStep * kPitch;\n"
      "}\n"
-    },
-    {"reader.cuh", 63,
      "KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }\n"
      "KMLA_DEVICE uint16_t* ratios_of(int group) {\n"
      "    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;\n"
@@ -5494,13 +5498,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int k = 0; k < kQuerySteps; k++) {\n"
      "            int dim = k < kLatentSteps \? s.dims * KMLA_GROUP_DIMS + 16 * k\n"
      "                                       : KMLA_LATENT_DIMS + 16 * s.dims;\n"
+    },
+    {"reader.cuh", 140,
      "            s.query[k][j] = load_bf16_query(record + 2 * dim, s.column, meets_codes(k));\n"
      "        }\n"
      "    } else {\n"
      "        float scale =\n"
      "            packed \? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[s.dims] : 1.0f;\n"
-    },
-    {"reader.cuh", 142,
      "#pragma unroll\n"
      "        for (int k = 0; k < kLatentSteps; k++) {\n"
      "            uint64_t at = record + s.dims * KMLA_GROUP_DIMS + 16 * k;\n"
@@ -5586,12 +5590,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
      "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {\n"
+    },
+    {"reader.cuh", 230,
      "            round_query_to_packed(s, j);\n"
      "        }\n"
      "        float amax = query_amax(s, j, kQuerySteps); // of the group's dims\n"
      "        if (s.column == 0 && s.half == 0) {\n"
-    },
-    {"reader.cuh", 231,
      "            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;\n"
      "        }\n"
      "    }\n"
@@ -5645,28 +5649,47 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "#if KMLA_HAS_BULK_COPY\n"
-     "// One warp copies the step's records, a run a lane.\n"
-     "KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
-     "                                   int token, int entries) {\n"
-     "    int run = s.lane % kRuns, at = token + run * kRunTokens;\n"
-     "    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);\n"
-     "    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);\n"
-     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - at, kRunTokens), first);\n"
-     "    // Warp w's tokens lie in one run.\n"
-     "    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),\n"
-     "                            s.lane * kWarpTokens / kRunTokens % kRuns);\n"
-     "    if (s.lane < kWarps) {\n"
-     "        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,\n"
-     "                                                      (int)(both >> 16), (int)(both & 0xFFFF));\n"
+     "// Bulk copies are made ready 32 runs at a time, a run a lane, so that starting one is quick.\n"
+     "struct run_copy {\n"
+     "    uint64_t from;         // its first record\n"
+     "    uint16_t first, count; // of its tokens, those that are wanted\n"
+     "    uint32_t unused;\n"
+     "};\n"
+     "KMLA_DEVICE run_copy& run_of_lane(const reader_state& s) {\n"
+     "    return ((run_copy*)(shared_memory() + kRunsAt))[s.lane];\n"
+     "}\n"
+     "// Tells that all warps are done with a stage's records.\n"
+     "KMLA_DEVICE uint64_t* free_of(int step) {\n"
+     "    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
+     "                             int entry) {\n"
+     "    token += s.lane * kRunTokens;\n"
+     "    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);\n"
+     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - token, kRunTokens), first);\n"
+     "    run_of_lane(s) = run_copy{record_address(args, entry, token + first, kRecordBytes),\n"
+     "                              (uint16_t)first, (uint16_t)(last - first), 0};\n"
+     "}\n"
+     "\n"
+     "// By the lanes that have the step's runs.\n"
+     "KMLA_DEVICE void start_bulk_copies(const reader_state& s, int step) {\n"
+     "    int run = s.lane - step % kLookUpSteps * kRuns;\n"
+     "    if (run < 0 || run >= kRuns) {\n"
+     "        return;\n"
      "    }\n"
-     "    if (s.lane < kRuns) {\n"
-     "        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);\n"
-     "        barrier_arrive_expect(arrival_of(step), bytes);\n"
-     "        if (bytes) {\n"
-     "            uint64_t from = record_address(args, entry, at + first, kRecordBytes);\n"
-     "            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,\n"
-     "                      bytes, arrival_of(step));\n"
-     "        }\n"
+     "    run_copy copy = run_of_lane(s);\n"
+     "    for (int w = 0; w < kRunTokens / kWarpTokens; w++) {\n"
+     "        token_masks_of(step)[run * (kRunTokens / kWarpTokens) + w] =\n"
+     "            mask_of_tokens(w * kWarpTokens, copy.first, copy.first + copy.count);\n"
+     "    }\n"
+     "    uint32_t bytes = (uint32_t)copy.count * kRecordBytes;\n"
+     "    barrier_arrive_expect(arrival_of(step), bytes);\n"
+     "    if (bytes) {\n"
+    },
+    {"reader.cuh", 324,
+     "        copy_bulk(stage_of(step) + (run * kRunTokens + copy.first) * kPitch,\n"
+     "                  (const void*)copy.from, bytes, arrival_of(step));\n"
      "    }\n"
      "}\n"
      "#endif\n"
@@ -5679,8 +5702,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens, kRecordBytes);\n"
      "    address = entry >= 0 \? address : 0;\n"
      "    if (s.lane == 0) {\n"
-    },
-    {"reader.cuh", 318,
      "        token_masks_of(step)[s.warp] = (warp_mask)exists;\n"
      "    }\n"
      "    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;\n"
@@ -5695,23 +5716,30 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    copy_async_commit();\n"
      "}\n"
      "\n"
-     "// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside\n"
-     "// the tile's bounds are not read.\n"
+     "// Starts the copy of the step that begins at `token`, when the stage is free, and looks ahead, if that\n"
+     "// is due. Tokens outside the tile's bounds are not read.\n"
      "KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
      "                           int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "    if (copies_in_bulk(s)) {\n"
-     "        if (is_copier(s)) {\n"
-     "            start_bulk_copies(args, s, step, token, entry);\n"
+     "        if (!is_copier(s)) {\n"
+     "            return -1;\n"
      "        }\n"
-     "        return (step + 1) % kLookUpSteps \? entry : look_up(args, s, token + kStep);\n"
+     "        if (step % kLookUpSteps == 0) {\n"
+     "            prepare_run(args, s, token, entry);\n"
+     "        }\n"
+     "        if (step >= kStages) {\n"
+     "            barrier_wait(free_of(step), (uint32_t)(step / kStages - 1) & 1);\n"
+     "        }\n"
+     "        start_bulk_copies(s, step);\n"
+     "        return (step + 1) % kLookUpSteps \? -1 : look_up(args, s, token + kStep);\n"
      "    }\n"
      "#endif\n"
      "    start_record_copies(args, s, step, token, entry);\n"
      "    return look_up(args, s, token + kStep);\n"
      "}\n"
      "\n"
-     "// Until the step is here, for all threads.\n"
+     "// Until the step is here, for all threads; if each copied its part, nobody is in the step before.\n"
      "KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "    if (copies_in_bulk(s)) {\n"
@@ -5765,6 +5793,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// Of the tokens of tile_of(s, tile).\n"
      "KMLA_DEVICE void multiply_rope(const reader_state& s, int tile, const uint8_t* rows,\n"
+    },
+    {"reader.cuh", 429,
      "                               const uint8_t* record, group_scores& score) {\n"
      "    const int latent = KMLA_LATENT_DIMS + 16 * s.dims;\n"
      "    if (kE4m3) {\n"
@@ -5786,8 +5816,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];\n"
      "#pragma unroll\n"
      "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
-    },
-    {"reader.cuh", 423,
      "        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;\n"
      "        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;\n"
      "        record[tile] = tokens + s.row_in_quad * kPitch;\n"
@@ -5862,6 +5890,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+    },
+    {"reader.cuh", 524,
      "// ---- scales of packed records: 2^exponent goes with the score, the rest with the f16 weight\n"
      "\n"
      "// Exponent e with the largest scale of the token in (2^(e-1), 2^e]. A lane has one scale, a warp the\n"
@@ -5879,8 +5909,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    largest = maximum(largest, shuffle_xor(largest, 1));\n"
      "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
      "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
-    },
-    {"reader.cuh", 514,
      "    power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
      "    if (group == 0) {\n"
      "        exponents()[token] = (float)((int)(power >> 23) - 127);\n"
@@ -5951,6 +5979,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            }\n"
      "        }\n"
      "    }\n"
+    },
+    {"reader.cuh", 611,
      "    return top > KMLA_I_REFERENCE_GROWTH;\n"
      "}\n"
      "\n"
@@ -5975,8 +6005,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return top - reference > KMLA_I_REFERENCE_GROWTH \? top - KMLA_I_REFERENCE_BELOW : reference;\n"
      "}\n"
      "\n"
-    },
-    {"reader.cuh", 608,
      "// New references where maxima have outgrown them, sums by the new ones, and factors for O.\n"
      "KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],\n"
      "                                  const float (&exponent)[2]) {\n"
@@ -6053,6 +6081,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            s.unit[slot].sum[i] += sum[slot][i];\n"
+    },
+    {"reader.cuh", 711,
      "        }\n"
      "    }\n"
      "}\n"
@@ -6074,8 +6104,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
-    },
-    {"reader.cuh", 705,
      "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
      "        uint32_t woven[4] = {\n"
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
@@ -6148,6 +6176,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                load_weights(s, 16 * k, weight);\n"
      "            }\n"
      "            if (kPacked && k % 2 == 0) {\n"
+    },
+    {"reader.cuh", 804,
      "                scale_weights(s, 16 * k, weight);\n"
      "            }\n"
      "        }\n"
@@ -6174,8 +6204,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
      "    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);\n"
      "#pragma unroll\n"
-    },
-    {"reader.cuh", 803,
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            const unit_state& unit = s.unit[slot];\n"
@@ -6260,13 +6288,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        float x[kSlots][4];\n"
      "        bool whole = step >= full_begin && step < full_end && all_exist(masks);\n"
      "        wait_for_copy(s, step);\n"
+    },
+    {"reader.cuh", 914,
+     "        if (step > 0 && ahead < steps) {\n"
+     "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
+     "        }\n"
      "        multiply_keys(s, stage, score);\n"
      "        float ratio = split_scales(s, stage);\n"
      "        exchange_scores(s, score, x); // behind its barrier all are done with the step before\n"
      "        store_ratio(s, ratio);\n"
-     "        if (step > 0 && ahead < steps) {\n"
-     "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
-     "        }\n"
      "        if (!whole) {\n"
      "            mask_scores(s, token, masks, x);\n"
      "        }\n"
@@ -6276,6 +6306,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        } else {\n"
      "            multiply_values<true>(s, stage);\n"
      "        }\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "        if (copies_in_bulk(s) && s.lane == 0) {\n"
+     "            barrier_arrive(free_of(step));\n"
+     "        }\n"
+     "#endif\n"
      "    }\n"
      "}\n"
      "\n"
@@ -6290,8 +6325,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    s.dims = s.warp % kGroups;\n"
      "    s.half = s.warp / kGroups;\n"
      "    s.owner = s.dims % kOwners;\n"
-    },
-    {"reader.cuh", 917,
      "    if (s.first_vector >= s.vectors) {\n"
      "        return;\n"
      "    }\n"
@@ -6299,6 +6332,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (thread_index() == 0) {\n"
      "        for (int stage = 0; stage < kStages; stage++) {\n"
      "            barrier_init(arrival_of(stage), kRuns);\n"
+     "            barrier_init(free_of(stage), kWarps);\n"
      "        }\n"
      "        barrier_init_fence();\n"
      "    }\n"
@@ -7739,7 +7773,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x5C5F793005FC9A37ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xD6E44E2AB73A0942ull
 // clang-format on
 // >>device source end
 

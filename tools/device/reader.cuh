@@ -37,8 +37,11 @@ constexpr int kExchangeAt = kStagesAt + kStages * kStep * kPitch;
 constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]
 constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 ? 2 : 1);
 constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][step]
-constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [step]
+constexpr int kRunsAt = kExponentsAt + (kPacked ? kStep * 4 : 0);             // fp32 [step]
+constexpr int kEnd = kRunsAt + (kPacked ? 32 * 16 : 0);                       // [32]
+constexpr int kFreeAt = kFactsAt + (int)sizeof(tile_facts);                   // barriers
 static_assert(kEnd == KMLA_SHARED_BYTES, "host and device layouts differ");
+static_assert(kFreeAt + 8 * kStages <= kRangesAt, "more barriers fit");
 static_assert((2 * kStepTiles) * kTile * 4 <= kWeightsAt - kExchangeAt, "maxima fit");
 
 // Softmax of a unit: the lane's vectors are 2 * column and the next, its tokens row_in_quad and + 8.
@@ -281,28 +284,45 @@ KMLA_DEVICE int likely_first(const kmla_i_reader_args& args, const reader_state&
 }
 
 #if KMLA_HAS_BULK_COPY
-// One warp copies the step's records, a run a lane.
-KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,
-                                   int token, int entries) {
-    int run = s.lane % kRuns, at = token + run * kRunTokens;
-    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);
-    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);
-    int last = entry < 0 ? first : maximum(minimum(bounds().end - at, kRunTokens), first);
-    // Warp w's tokens lie in one run.
-    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),
-                            s.lane * kWarpTokens / kRunTokens % kRuns);
-    if (s.lane < kWarps) {
-        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,
-                                                      (int)(both >> 16), (int)(both & 0xFFFF));
+// Bulk copies are made ready 32 runs at a time, a run a lane, so that starting one is quick.
+struct run_copy {
+    uint64_t from;         // its first record
+    uint16_t first, count; // of its tokens, those that are wanted
+    uint32_t unused;
+};
+KMLA_DEVICE run_copy& run_of_lane(const reader_state& s) {
+    return ((run_copy*)(shared_memory() + kRunsAt))[s.lane];
+}
+// Tells that all warps are done with a stage's records.
+KMLA_DEVICE uint64_t* free_of(int step) {
+    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;
+}
+
+KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,
+                             int entry) {
+    token += s.lane * kRunTokens;
+    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);
+    int last = entry < 0 ? first : maximum(minimum(bounds().end - token, kRunTokens), first);
+    run_of_lane(s) = run_copy{record_address(args, entry, token + first, kRecordBytes),
+                              (uint16_t)first, (uint16_t)(last - first), 0};
+}
+
+// By the lanes that have the step's runs.
+KMLA_DEVICE void start_bulk_copies(const reader_state& s, int step) {
+    int run = s.lane - step % kLookUpSteps * kRuns;
+    if (run < 0 || run >= kRuns) {
+        return;
     }
-    if (s.lane < kRuns) {
-        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
-        barrier_arrive_expect(arrival_of(step), bytes);
-        if (bytes) {
-            uint64_t from = record_address(args, entry, at + first, kRecordBytes);
-            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,
-                      bytes, arrival_of(step));
-        }
+    run_copy copy = run_of_lane(s);
+    for (int w = 0; w < kRunTokens / kWarpTokens; w++) {
+        token_masks_of(step)[run * (kRunTokens / kWarpTokens) + w] =
+            mask_of_tokens(w * kWarpTokens, copy.first, copy.first + copy.count);
+    }
+    uint32_t bytes = (uint32_t)copy.count * kRecordBytes;
+    barrier_arrive_expect(arrival_of(step), bytes);
+    if (bytes) {
+        copy_bulk(stage_of(step) + (run * kRunTokens + copy.first) * kPitch,
+                  (const void*)copy.from, bytes, arrival_of(step));
     }
 }
 #endif
@@ -329,23 +349,30 @@ KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reade
     copy_async_commit();
 }
 
-// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside
-// the tile's bounds are not read.
+// Starts the copy of the step that begins at `token`, when the stage is free, and looks ahead, if that
+// is due. Tokens outside the tile's bounds are not read.
 KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
                            int token, int entry) {
 #if KMLA_HAS_BULK_COPY
     if (copies_in_bulk(s)) {
-        if (is_copier(s)) {
-            start_bulk_copies(args, s, step, token, entry);
+        if (!is_copier(s)) {
+            return -1;
         }
-        return (step + 1) % kLookUpSteps ? entry : look_up(args, s, token + kStep);
+        if (step % kLookUpSteps == 0) {
+            prepare_run(args, s, token, entry);
+        }
+        if (step >= kStages) {
+            barrier_wait(free_of(step), (uint32_t)(step / kStages - 1) & 1);
+        }
+        start_bulk_copies(s, step);
+        return (step + 1) % kLookUpSteps ? -1 : look_up(args, s, token + kStep);
     }
 #endif
     start_record_copies(args, s, step, token, entry);
     return look_up(args, s, token + kStep);
 }
 
-// Until the step is here, for all threads.
+// Until the step is here, for all threads; if each copied its part, nobody is in the step before.
 KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
 #if KMLA_HAS_BULK_COPY
     if (copies_in_bulk(s)) {
@@ -884,13 +911,13 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
         float x[kSlots][4];
         bool whole = step >= full_begin && step < full_end && all_exist(masks);
         wait_for_copy(s, step);
+        if (step > 0 && ahead < steps) {
+            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
+        }
         multiply_keys(s, stage, score);
         float ratio = split_scales(s, stage);
         exchange_scores(s, score, x); // behind its barrier all are done with the step before
         store_ratio(s, ratio);
-        if (step > 0 && ahead < steps) {
-            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
-        }
         if (!whole) {
             mask_scores(s, token, masks, x);
         }
@@ -900,6 +927,11 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
         } else {
             multiply_values<true>(s, stage);
         }
+#if KMLA_HAS_BULK_COPY
+        if (copies_in_bulk(s) && s.lane == 0) {
+            barrier_arrive(free_of(step));
+        }
+#endif
     }
 }
 
@@ -921,6 +953,7 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     if (thread_index() == 0) {
         for (int stage = 0; stage < kStages; stage++) {
             barrier_init(arrival_of(stage), kRuns);
+            barrier_init(free_of(stage), kWarps);
         }
         barrier_init_fence();
     }
