@@ -6095,16 +6095,26 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return pair & ~(bad * 0xFFFFu);\n"
      "}\n"
      "\n"
-     "// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose\n"
-     "// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not\n"
-     "// reach it; a vector that does see the token has its NaN from the score.\n"
-     "template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
+     "// Codes of 8 dims, which row_in_quad owns, of tokens 2 * column, + 1, + 8, + 9 of a k16 step.\n"
+     "struct code_values {\n"
+     "    word2 token[4];\n"
+     "};\n"
+     "KMLA_DEVICE code_values load_code_values(const reader_state& s, const uint8_t* stage, int k) {\n"
+     "    const uint8_t* at =\n"
+     "        stage + (16 * k + 2 * s.column) * kPitch + 64 * s.warp + 8 * s.row_in_quad;\n"
+     "    return code_values{{*(const word2*)at, *(const word2*)(at + kPitch),\n"
+     "                        *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)}};\n"
+     "}\n"
+     "\n"
+     "// V^T fragments: the tokens of a fragment column pair are neighbours, whose bytes are woven together.\n"
+     "// `masked`: some vector may not see some token, and 0 * NaN must not reach it; a vector that does\n"
+     "// see the token has its NaN from the score.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void weave_code_values(const code_values& codes, uint32_t (&a)[4][4]) {\n"
      "    const uint32_t largest = 0x7BFF7BFFu; // 65504\n"
-     "    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),\n"
-     "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
-     "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
+     "        word2 even = codes.token[2 * half], odd = codes.token[2 * half + 1];\n"
      "        uint32_t woven[4] = {\n"
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
      "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
@@ -6160,24 +6170,27 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {\n"
+     "// `codes`: those of the first k16 step.\n"
+     "template <bool masked>\n"
+     "KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, code_values codes) {\n"
      "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
      "    uint32_t weight[kColumns][4];\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kStepTiles; k++) {\n"
+    },
+    {"reader.cuh", 805,
      "        const uint8_t* records = stage + (16 * k + 2 * s.column) * kPitch;\n"
      "        uint32_t a[4][4];\n"
      "        if (kBf16) {\n"
      "            load_weights(s, 16 * k, weight);\n"
      "            load_bf16_values<masked>(records + 2 * dim, a);\n"
      "        } else {\n"
-     "            load_code_values<masked>(records + dim, a);\n"
+     "            weave_code_values<masked>(codes, a);\n"
+     "            codes = load_code_values(s, stage, k < kStepTiles - 1 \? k + 1 : k);\n"
      "            if (k % 2 == 0) {\n"
      "                load_weights(s, 16 * k, weight);\n"
      "            }\n"
      "            if (kPacked && k % 2 == 0) {\n"
-    },
-    {"reader.cuh", 804,
      "                scale_weights(s, 16 * k, weight);\n"
      "            }\n"
      "        }\n"
@@ -6277,6 +6290,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // Steps of which every vector of the tile sees every token that exists.\n"
      "    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;\n"
      "    int full_end = (bounds().full_end - first) / kStep;\n"
+    },
+    {"reader.cuh", 916,
      "    int entry = fill_stages(args, s, first, steps, likely);\n"
      "    finish_query(args, s);\n"
      "    clear_state(s);\n"
@@ -6288,8 +6303,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        float x[kSlots][4];\n"
      "        bool whole = step >= full_begin && step < full_end && all_exist(masks);\n"
      "        wait_for_copy(s, step);\n"
-    },
-    {"reader.cuh", 914,
      "        if (step > 0 && ahead < steps) {\n"
      "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
      "        }\n"
@@ -6300,11 +6313,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        if (!whole) {\n"
      "            mask_scores(s, token, masks, x);\n"
      "        }\n"
+     "        code_values codes; // before the barrier, for its latency\n"
+     "        if (!kBf16) {\n"
+     "            codes = load_code_values(s, stage, 0);\n"
+     "        }\n"
      "        softmax_step(s, x);\n"
      "        if (whole) {\n"
-     "            multiply_values<false>(s, stage);\n"
+     "            multiply_values<false>(s, stage, codes);\n"
      "        } else {\n"
-     "            multiply_values<true>(s, stage);\n"
+     "            multiply_values<true>(s, stage, codes);\n"
      "        }\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "        if (copies_in_bulk(s) && s.lane == 0) {\n"
@@ -7773,7 +7790,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0xD6E44E2AB73A0942ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xA0038917627B463Aull
 // clang-format on
 // >>device source end
 

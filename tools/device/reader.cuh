@@ -720,16 +720,26 @@ KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {
     return pair & ~(bad * 0xFFFFu);
 }
 
-// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose
-// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not
-// reach it; a vector that does see the token has its NaN from the score.
-template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {
+// Codes of 8 dims, which row_in_quad owns, of tokens 2 * column, + 1, + 8, + 9 of a k16 step.
+struct code_values {
+    word2 token[4];
+};
+KMLA_DEVICE code_values load_code_values(const reader_state& s, const uint8_t* stage, int k) {
+    const uint8_t* at =
+        stage + (16 * k + 2 * s.column) * kPitch + 64 * s.warp + 8 * s.row_in_quad;
+    return code_values{{*(const word2*)at, *(const word2*)(at + kPitch),
+                        *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)}};
+}
+
+// V^T fragments: the tokens of a fragment column pair are neighbours, whose bytes are woven together.
+// `masked`: some vector may not see some token, and 0 * NaN must not reach it; a vector that does
+// see the token has its NaN from the score.
+template <bool masked>
+KMLA_DEVICE void weave_code_values(const code_values& codes, uint32_t (&a)[4][4]) {
     const uint32_t largest = 0x7BFF7BFFu; // 65504
-    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),
-                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        word2 even = token[2 * half], odd = token[2 * half + 1];
+        word2 even = codes.token[2 * half], odd = codes.token[2 * half + 1];
         uint32_t woven[4] = {
             permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),
             permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};
@@ -785,7 +795,9 @@ KMLA_DEVICE void scale_weights(const reader_state& s, int token, uint32_t (&weig
     }
 }
 
-template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
+// `codes`: those of the first k16 step.
+template <bool masked>
+KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, code_values codes) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
     uint32_t weight[kColumns][4];
 #pragma unroll
@@ -796,7 +808,8 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
             load_weights(s, 16 * k, weight);
             load_bf16_values<masked>(records + 2 * dim, a);
         } else {
-            load_code_values<masked>(records + dim, a);
+            weave_code_values<masked>(codes, a);
+            codes = load_code_values(s, stage, k < kStepTiles - 1 ? k + 1 : k);
             if (k % 2 == 0) {
                 load_weights(s, 16 * k, weight);
             }
@@ -921,11 +934,15 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
         if (!whole) {
             mask_scores(s, token, masks, x);
         }
+        code_values codes; // before the barrier, for its latency
+        if (!kBf16) {
+            codes = load_code_values(s, stage, 0);
+        }
         softmax_step(s, x);
         if (whole) {
-            multiply_values<false>(s, stage);
+            multiply_values<false>(s, stage, codes);
         } else {
-            multiply_values<true>(s, stage);
+            multiply_values<true>(s, stage, codes);
         }
 #if KMLA_HAS_BULK_COPY
         if (copies_in_bulk(s) && s.lane == 0) {
