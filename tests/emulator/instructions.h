@@ -41,6 +41,8 @@ KMLA_DEVICE int block_y() { return emulator::here.block[1]; }
 KMLA_DEVICE int block_z() { return emulator::here.block[2]; }
 KMLA_DEVICE int grid_x() { return emulator::here.grid[0]; }
 
+KMLA_DEVICE int opaque(int value) { return value; }
+
 KMLA_DEVICE uint8_t* shared_memory() { return emulator::here.shared; }
 
 KMLA_DEVICE uint32_t shared_address(const void* pointer) {

@@ -2,9 +2,10 @@
 //
 // As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
 // and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 64 tokens. One warpgroup scores them (QK and softmax, 16 tokens a warp) and
-// leaves weights in one of two buffers; two warpgroups weigh values with them (PV, 64 dims a warp)
-// and copy records into a ring of runs of 32 tokens. So one's QK runs beside the other's PV.
+// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
+// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
+// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
+// take turns at softmax, so that each step's references are the next's.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
 // outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
@@ -12,14 +13,16 @@
 
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
-constexpr int kScoreWarps = 4;  // the first; then the warps of the values
-constexpr int kValueWarps = kWarps - kScoreWarps;
+constexpr int kScoreWarps = 4; // of a group
+constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
 constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
-// Registers of a thread of either: of the 168 that each of 384 threads starts with.
-constexpr uint32_t kScoreRegisters = kTile > 72 ? 104 : kTile > 64 ? 120 : kTile > 56 ? 136 : 152;
-constexpr uint32_t kValueRegisters = (504 - kScoreRegisters) / 2;
-static_assert(kScoreRegisters * kScoreThreads + kValueRegisters * kValueThreads <= 168 * 384, "");
-constexpr uint32_t kScoreBarrier = 1, kValueBarrier = 2, kEndBarrier = 3; // 0 is the block's
+// Registers of a thread that scores and of one that weighs; all start with 128.
+constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
+constexpr int kValueRegisters = 256 - kScoreRegisters;
+// Named barriers; 0 is the block's.
+constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;
+constexpr uint32_t kScoreBarrier = 3; // of the first score group, + 1 of the second
+constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softmax
 
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
@@ -35,28 +38,26 @@ constexpr int kQueryAt = (kSmallBytes + 1023) / 1024 * 1024;     // f16 [9][tile
 constexpr int kWeightsAt = kQueryAt + kBlocksOf64 * kTile * 128; // f16 [2][tile][64 tokens], swizzled
 constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
 constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
-constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [5][tile]
-static_assert(kStateAt + 5 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
+constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
+static_assert(kStateAt + 7 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
 
 // Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
 constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
 constexpr int kVotesAt = kReadyAt + 4 * 8;
 constexpr int kSaidAt = kVotesAt + 2 * 16;
-static_assert(kSaidAt + 16 <= kRangesAt, "small things fit");
+static_assert(kSaidAt + 8 <= kRangesAt, "small things fit");
 
 KMLA_DEVICE uint64_t* weights_ready(int buffer) { // by the score warps
     return (uint64_t*)(shared_memory() + kReadyAt) + buffer;
 }
-KMLA_DEVICE uint64_t* weights_free(int buffer) { // by the value warps
+KMLA_DEVICE uint64_t* weights_free(int buffer) { // by each of the value warps, done with a step
     return (uint64_t*)(shared_memory() + kReadyAt) + 2 + buffer;
 }
 KMLA_DEVICE uint32_t* votes_of(int buffer) {
     return (uint32_t*)(shared_memory() + kVotesAt) + 4 * buffer;
 }
-// Whether V products before this step are to be multiplied by rescales_of.
+// Whether V products and sums before this step are to be multiplied by its factors.
 KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }
-// What exponents of the block's powers are relative to.
-KMLA_DEVICE int& base_exponent() { return ((int*)(shared_memory() + kSaidAt))[2]; }
 // Of a run: a bit a token, it exists.
 KMLA_DEVICE uint32_t& run_tokens(int slot) {
     return ((uint32_t*)(shared_memory() + kMasksAt))[slot];
@@ -78,20 +79,19 @@ KMLA_DEVICE uint8_t* swizzled(uint8_t* block, int n, int chunk) {
 KMLA_DEVICE uint16_t* ratios_of(int buffer, int group) {
     return (uint16_t*)(shared_memory() + kRatiosAt) + (buffer * kGroups + group) * kStep;
 }
-// Of each vector: the scale of its scores, to log2; the reference that its weights of the sum,
-// 2^(score - reference), are relative to: kNoReference, which every score outgrows, until it sees a
-// token; the power of two that its weights of V times besides; what a step's V products before it
-// are to be multiplied by, if the step says so.
-KMLA_DEVICE float* score_scales() { return (float*)(shared_memory() + kStateAt); }
-KMLA_DEVICE float* references() { return score_scales() + kTile; }
-KMLA_DEVICE float* weight_scales() { return score_scales() + 2 * kTile; }
-KMLA_DEVICE float* rescales_of(int buffer) { return score_scales() + (3 + buffer) * kTile; }
-// Scratch of the score warps, in a weight buffer that is theirs: rows of fp32 [tile]. Four rows, one
-// a warp, for each of three kinds of maxima; one for factors.
-KMLA_DEVICE float* scratch_row(int buffer, int row) {
-    return (float*)weight_block(buffer) + row * kTile;
-}
-constexpr int kFactorRow = 3 * kScoreWarps;
+// Of each pair of vectors: the scales of their scores, to log2, and the references that their
+// weights of the sum, 2^(score - reference), are relative to: kNoReference, which every score
+// outgrows, until a vector sees a token.
+struct alignas(16) pair_terms {
+    float scale[2], reference[2];
+};
+KMLA_DEVICE pair_terms* terms() { return (pair_terms*)(shared_memory() + kStateAt); }
+KMLA_DEVICE float& reference_of(int n) { return terms()[n / 2].reference[n % 2]; }
+// Of each vector: 2^(kMidExponent - a), where 2^-a is what V's weights times besides.
+KMLA_DEVICE float* weight_scales() { return (float*)(shared_memory() + kStateAt) + 2 * kTile; }
+// What V products and sums before a step are to be multiplied by, if the step says so.
+KMLA_DEVICE float* rescales_of(int buffer) { return weight_scales() + (1 + buffer) * kTile; }
+KMLA_DEVICE float* sum_factors_of(int buffer) { return weight_scales() + (3 + buffer) * kTile; }
 
 constexpr float kNoReference = -3.40282347e38f;
 
@@ -101,6 +101,7 @@ typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile
 struct token_walk {
     int first, steps;         // a step's multiple; how many
     int full_begin, full_end; // steps of which every vector sees every token that exists
+    int odd; // 1 if the first step is odd, of all steps since token 0
 };
 
 KMLA_DEVICE token_walk find_walk() {
@@ -109,6 +110,7 @@ KMLA_DEVICE token_walk find_walk() {
     walk.steps = maximum(bounds().end - walk.first + kStep - 1, 0) / kStep;
     walk.full_begin = (bounds().full_begin - walk.first + kStep - 1) / kStep;
     walk.full_end = (bounds().full_end - walk.first) / kStep;
+    walk.odd = walk.first / kStep % 2;
     return walk;
 }
 
@@ -117,9 +119,10 @@ struct ring_place {
     int slot;
     uint32_t parity;
 };
-KMLA_DEVICE ring_place next_place(ring_place at) {
-    bool last = at.slot == kStages - 1;
-    return ring_place{last ? 0 : at.slot + 1, at.parity ^ (uint32_t)last};
+KMLA_DEVICE ring_place place_after(ring_place at, int runs) { // at most kStages of them
+    int slot = at.slot + runs;
+    bool wraps = slot >= kStages;
+    return ring_place{wraps ? slot - kStages : slot, at.parity ^ (uint32_t)wraps};
 }
 
 // Waits for both runs of a step. Whether every vector of the tile sees all 64 tokens.
@@ -271,8 +274,9 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
         }
     }
     if (part == 0) {
-        score_scales()[n] = args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
-        references()[n] = kNoReference;
+        terms()[n / 2].scale[n % 2] =
+            args.score_scale * bits_float((uint32_t)(exponent - 14) << 23);
+        reference_of(n) = kNoReference;
         weight_scales()[n] = 1;
     }
 }
@@ -285,23 +289,23 @@ KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& 
     fence_async_reads();
 }
 
-// ---- KV to shared memory, by the value warps: a run at a time
+// ---- KV to shared memory, by the value warps: runs of 32 tokens
 
 KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }
 
-// The table's entry for a run's token of this lane, a step ahead of the copy that needs it: -1 if it
-// is not wanted. A bulk copy wants the run's one entry, in its one warp.
-KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const block_place& s, int token) {
-    bool bulk = copies_in_bulk(s);
-    int first = bulk ? token : token + s.lane, tokens = bulk ? kRunTokens : 1;
-    bool wanted = first < bounds().end && first + tokens > bounds().begin && !(bulk && s.warp > 0);
-    return wanted ? table_entry(args, s.group, first) : -1;
+// In bulk: lanes 0, 1 .. of the first value warp take a run each.
+
+// The table's entry for the page of a run, -1 if none of its tokens is wanted.
+KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {
+    bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;
+    return wanted ? table_entry(args, s.group, token) : -1;
 }
 
-KMLA_DEVICE void copy_in_bulk(const kmla_i_reader_args& args, int slot, int token, int entry) {
+KMLA_DEVICE void copy_run_in_bulk(const kmla_i_reader_args& args, int slot, int token, int entry) {
     int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);
     int last = entry < 0 ? first : maximum(minimum(bounds().end - token, kRunTokens), first);
     uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
+    run_tokens(slot) = bytes ? 0xFFFFFFFFu << first & 0xFFFFFFFFu >> (kRunTokens - last) : 0;
     barrier_arrive_expect(arrival_of(slot), bytes);
     if (bytes) {
         uint64_t from = record_address(args, entry, token + first, kRecordBytes);
@@ -309,12 +313,22 @@ KMLA_DEVICE void copy_in_bulk(const kmla_i_reader_args& args, int slot, int toke
     }
 }
 
-// Record by record, the run's shared out among the warps; zeros where there is none.
-KMLA_DEVICE void copy_records(const kmla_i_reader_args& args, const block_place& s, int slot,
-                              int token, int entry) {
+// Record by record: all value warps take a share of each run.
+
+// The table's entry for this lane's token of a run, -1 if it is not wanted.
+KMLA_DEVICE int look_up_record(const kmla_i_reader_args& args, const block_place& s, int token) {
+    token += s.lane;
+    bool wanted = token >= bounds().begin && token < bounds().end;
+    return wanted ? table_entry(args, s.group, token) : -1;
+}
+
+// Zeros where there is no record.
+KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,
+                                     int token, int entry) {
     const int share = kRunTokens / kValueWarps;
     uint64_t address = record_address(args, entry, token + s.lane, kRecordBytes);
     address = entry >= 0 ? address : 0;
+    uint32_t exists = ballot(entry >= 0);
 #pragma unroll 1
     for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {
         uint64_t record = shuffle(address, i);
@@ -324,31 +338,13 @@ KMLA_DEVICE void copy_records(const kmla_i_reader_args& args, const block_place&
         }
     }
     copy_arrive(arrival_of(slot));
-}
-
-// Starts the copy of the run that begins at `token`; `entry` is what look_up gave for it.
-KMLA_DEVICE void copy_run(const kmla_i_reader_args& args, const block_place& s, int slot, int token,
-                          int entry) {
-    bool bulk = copies_in_bulk(s);
-    if (bulk && s.warp > 0) {
-        return;
-    }
-    int mine = token + s.lane;
-    uint32_t wanted = ballot(entry >= 0 && mine >= bounds().begin && mine < bounds().end);
-    if (!bulk) {
-        copy_records(args, s, slot, token, entry);
-    }
     if (s.warp == 0 && s.lane == 0) {
-        run_tokens(slot) = wanted;
-        if (bulk) {
-            copy_in_bulk(args, slot, token, entry);
-        } else {
-            barrier_arrive(arrival_of(slot));
-        }
+        run_tokens(slot) = exists;
+        barrier_arrive(arrival_of(slot));
     }
 }
 
-// Arrivals that complete a run: of the thread that copies in bulk, or of all that copy records and of
+// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of
 // the one that says which there are.
 KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {
     return copies_in_bulk(s) ? 1 : kValueThreads + 1;
@@ -357,23 +353,63 @@ KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {
 // Fills the ring.
 KMLA_DEVICE void copy_first_runs(const kmla_i_reader_args& args, const block_place& s,
                                  const token_walk& walk) {
-    int entry[kStages];
-#pragma unroll
-    for (int run = 0; run < kStages; run++) { // all loads, then their uses
-        entry[run] = look_up(args, s, walk.first + run * kRunTokens);
-    }
-#pragma unroll
-    for (int run = 0; run < kStages; run++) {
-        if (run < 2 * walk.steps) {
-            copy_run(args, s, run, walk.first + run * kRunTokens, entry[run]);
+    int runs = minimum(kStages, 2 * walk.steps);
+    if (copies_in_bulk(s)) {
+        if (s.warp == 0 && s.lane < runs) {
+            int token = walk.first + s.lane * kRunTokens;
+            copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));
         }
+        return;
     }
+    int entry = look_up_record(args, s, walk.first);
+#pragma unroll 1
+    for (int run = 0; run < runs; run++) {
+        int token = walk.first + run * kRunTokens;
+        int next = look_up_record(args, s, token + kRunTokens);
+        copy_run_of_records(args, s, run, token, entry);
+        entry = next;
+    }
+}
+
+// What a value thread needs to start the copies of the two runs that take the place of a step's.
+struct next_copies {
+    int run;      // the first of the two
+    int entry[2]; // in bulk only the lane's own
+};
+
+KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s,
+                            const token_walk& walk, next_copies& next) {
+    int token = walk.first + next.run * kRunTokens;
+    if (!copies_in_bulk(s)) {
+        next.entry[0] = look_up_record(args, s, token);
+        next.entry[1] = look_up_record(args, s, token + kRunTokens);
+    } else if (s.warp == 0 && s.lane < 2) {
+        next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);
+    }
+}
+
+// `place`: of the first of the two runs whose place is free now.
+KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_place& s,
+                                const token_walk& walk, ring_place place, next_copies& next) {
+    int token = walk.first + next.run * kRunTokens, left = 2 * walk.steps - next.run;
+    if (!copies_in_bulk(s)) {
+        for (int i = 0; i < 2 && i < left; i++) {
+            copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,
+                                next.entry[i]);
+        }
+    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {
+        copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,
+                         next.entry[0]);
+    }
+    next.run += 2;
+    look_ahead(args, s, walk, next);
 }
 
 // ---- QK: scores of a score warp's 16 tokens of a step
 
 // Where a score thread is.
 struct score_place {
+    int group; // which of the two; its weight buffer
     int thread, warp, lane, row_in_quad, column;
     int token; // of its two, the first within the step; the other is 8 on
 };
@@ -529,6 +565,10 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
 // ---- scales of values in packed records: as in the portable reader, 2^exponent goes with the
 // weight, the rest with V
 
+// From kLeastExponent to 126. 2^(exponent - kMidExponent), its inverse and products of it with
+// weights are normal floats.
+constexpr int kLeastExponent = -110, kMidExponent = 16;
+
 // Exponents of the thread's two tokens; the ratios of all four groups to the buffer.
 KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
                               int (&exponent)[2]) {
@@ -542,7 +582,8 @@ KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int b
             largest = maximum(largest, magnitude < 0x7F800000u ? magnitude : 0);
         }
         uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^exponent
-        power = power < (253u << 23) ? power : 253u << 23;      // so that its inverse is normal
+        power = power < (253u << 23) ? power : 253u << 23;
+        power = maximum(power, (uint32_t)(127 + kLeastExponent) << 23);
         exponent[i] = (int)(power >> 23) - 127;
         // The four lanes of a token store a group each.
         uint32_t mine = s.column == 0   ? of_group[0]
@@ -554,11 +595,7 @@ KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int b
     }
 }
 
-// 2^exponent above the block's base exponent.
-KMLA_DEVICE float power_above(int exponent, int base) {
-    int biased = maximum(minimum(exponent - base, 127), -126) + 127;
-    return bits_float((uint32_t)biased << 23);
-}
+KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }
 
 // ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors
 
@@ -579,7 +616,7 @@ KMLA_DEVICE void mask_scores(const score_place& s, int first_token, uint32_t tok
     }
 }
 
-// The entries of the thread's two vectors of column j.
+// The two entries of the thread's vectors of column j.
 struct of_two {
     float value[2];
 };
@@ -587,24 +624,31 @@ KMLA_DEVICE of_two load_two(const score_place& s, const float* of_vectors, int j
     word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);
     return of_two{{bits_float(bits.x), bits_float(bits.y)}};
 }
+KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {
+    word4 bits = *(const word4*)(terms() + 4 * j + s.column);
+    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},
+                      {bits_float(bits.z), bits_float(bits.w)}};
+}
 
 // A step's weights of a column by the references as they are. `power`: of the thread's two tokens.
 struct column_weights {
-    float sum[2];         // of the two tokens', unscaled, by vector
-    uint32_t of_v[2];     // f16 pairs of vectors: the first token's, the second's
+    float sum[2];     // of the two tokens', as the sum takes them, by vector
+    uint32_t of_v[2]; // f16 pairs of vectors: the first token's, the second's
 };
 KMLA_DEVICE column_weights weigh_column(const score_place& s, const accumulators& score, int j,
                                         const float (&power)[2]) {
-    of_two scale = load_two(s, score_scales(), j), reference = load_two(s, references(), j);
-    of_two of_v = load_two(s, weight_scales(), j);
+    pair_terms of = load_terms(s, j);
     column_weights weights;
     float low[2], high[2];
     for (int i = 0; i < 2; i++) {
         // Rounded before the difference, as the reference was: huge scores cancel exactly.
-        low[i] = exp2_fast(score[4 * j + i] * scale.value[i] - reference.value[i]);
-        high[i] = exp2_fast(score[4 * j + 2 + i] * scale.value[i] - reference.value[i]);
+        low[i] = exp2_fast(score[4 * j + i] * of.scale[i] - of.reference[i]);
+        high[i] = exp2_fast(score[4 * j + 2 + i] * of.scale[i] - of.reference[i]);
         weights.sum[i] = low[i] + high[i];
-        if (kPacked) {
+    }
+    if (kPacked) {
+        of_two of_v = load_two(s, weight_scales(), j);
+        for (int i = 0; i < 2; i++) {
             low[i] = low[i] * power[0] * of_v.value[i];
             high[i] = high[i] * power[1] * of_v.value[i];
         }
@@ -623,42 +667,102 @@ KMLA_DEVICE bool is_large(uint32_t weight) {
 
 // Weights into the buffer, and their sums. Whether some vector has outgrown its reference, which
 // makes both worthless.
-KMLA_DEVICE bool store_weights(const score_place& s, int buffer, const accumulators& score,
+KMLA_DEVICE bool store_weights(const score_place& s, const accumulators& score,
                                const float (&power)[2], float (&sum)[kColumns][2]) {
-    float top_sum = 0;
-    uint32_t top = 0;
-    uint8_t* block = weight_block(buffer);
+    uint8_t* block = weight_block(s.group);
     int chunk = s.warp * 2 + s.lane / 8 % 2;
+    uint32_t top = 0;
+    float top_sum = 0;
+    // Some columns are computed, then stored: stores are in order, what is between them need not be.
+    constexpr int some = kColumns > 5 ? 3 : 5;
 #pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        column_weights weights = weigh_column(s, score, j, power);
-        sum[j][0] = weights.sum[0];
-        sum[j][1] = weights.sum[1];
-        top_sum = maximum(top_sum, maximum(weights.sum[0], weights.sum[1]));
-        top = maximum_f16x2(top, maximum_f16x2(weights.of_v[0], weights.of_v[1]));
-        store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk), weights.of_v[0],
-                                   weights.of_v[1]);
+    for (int first = 0; first < kColumns; first += some) {
+        uint32_t of_v[some][2];
+#pragma unroll
+        for (int j = first; j < first + some && j < kColumns; j++) {
+            column_weights weights = weigh_column(s, score, j, power);
+            for (int i = 0; i < 2; i++) {
+                sum[j][i] = weights.sum[i];
+                of_v[j - first][i] = weights.of_v[i];
+                top_sum = maximum(top_sum, weights.sum[i]);
+                top = maximum_f16x2(top, weights.of_v[i]);
+            }
+        }
+#pragma unroll
+        for (int j = first; j < first + some && j < kColumns; j++) {
+            store_matrix_x2_transposed(swizzled(block, 8 * j + s.lane % 8, chunk),
+                                       of_v[j - first][0], of_v[j - first][1]);
+        }
     }
     return top_sum > kLargestSum || is_large(top & 0xFFFFu) || is_large(top >> 16);
 }
 
-// Whether any thread of the score warps says so. They meet here.
-KMLA_DEVICE bool any_of_scores(const score_place& s, int buffer, bool mine) {
+KMLA_DEVICE void meet_group(const score_place& s) {
+    named_barrier_sync(kScoreBarrier + (uint32_t)s.group, kScoreThreads);
+}
+
+// Whether any thread of the group says so. They meet here.
+KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {
     uint32_t lanes = ballot(mine);
     if (s.lane == 0) {
-        votes_of(buffer)[s.warp] = lanes;
+        votes_of(s.group)[s.warp] = lanes;
     }
-    named_barrier_sync(kScoreBarrier, kScoreThreads);
-    word4 votes = *(const word4*)votes_of(buffer);
+    meet_group(s);
+    word4 votes = *(const word4*)votes_of(s.group);
     return (votes.x | votes.y | votes.z | votes.w) != 0;
 }
 
-// Largest of the warp's 16 tokens, of one vector a lane pair.
-KMLA_DEVICE float top_of_warp(float low, float high) {
-    float top = maximum(low, high);
-    top = maximum(top, shuffle_xor(top, 4));
-    top = maximum(top, shuffle_xor(top, 8));
-    return maximum(top, shuffle_xor(top, 16));
+// ---- references, the rare case: maxima of each vector over the step
+
+// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the
+// sum; 1 if it has outgrown its reference.
+enum top_kind { kTopScore, kTopWeight, kOutgrown };
+
+// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A
+// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.
+KMLA_DEVICE float* scratch_of(const score_place& s, int n) {
+    return (float*)weight_block(s.group) + 32 * n;
+}
+
+template <top_kind kind>
+KMLA_DEVICE void store_tops(const score_place& s, const accumulators& score,
+                            const float (&power)[2], const int (&exponent)[2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        pair_terms of = load_terms(s, j);
+        column_weights weights = weigh_column(s, score, j, power);
+        for (int i = 0; i < 2; i++) {
+            float low = score[4 * j + i] * of.scale[i], high = score[4 * j + 2 + i] * of.scale[i];
+            float of_low = (float)exponent[0], of_high = (float)exponent[1];
+            float top = maximum(low, high);
+            if (kind == kTopWeight) {
+                top = maximum(low - of.reference[i] + of_low, high - of.reference[i] + of_high);
+            } else if (kind == kOutgrown) {
+                top = weights.sum[i] > kLargestSum || is_large(weights.of_v[0] >> 16 * i & 0xFFFFu) ||
+                      is_large(weights.of_v[1] >> 16 * i & 0xFFFFu);
+            }
+            int row = s.warp * 8 + s.row_in_quad;
+            scratch_of(s, 8 * j + 2 * s.column + i)[(row + 8 * s.column) % 32] = top;
+        }
+    }
+}
+
+// The largest over the step's tokens, of the thread's vector n < kTile.
+template <top_kind kind>
+KMLA_DEVICE float find_top(const score_place& s, const accumulators& score,
+                           const float (&power)[2], const int (&exponent)[2]) {
+    float top = -infinity();
+    meet_group(s); // the scratch is free, and what it is computed from up to date
+    store_tops<kind>(s, score, power, exponent);
+    meet_group(s);
+    if (s.thread < kTile) {
+        for (int i = 0; i < 8; i++) {
+            word4 four = *(const word4*)(scratch_of(s, s.thread) + 4 * ((i + s.thread) % 8));
+            top = maximum(top, maximum(maximum(bits_float(four.x), bits_float(four.y)),
+                                       maximum(bits_float(four.z), bits_float(four.w))));
+        }
+    }
+    return top;
 }
 
 KMLA_DEVICE float round_up(float x) { // |x| < 2^22
@@ -666,161 +770,90 @@ KMLA_DEVICE float round_up(float x) { // |x| < 2^22
     return rounded < x ? rounded + 1 : rounded;
 }
 
-// 2^-x of a whole x, such that its inverse is a normal float too.
-KMLA_DEVICE float inverse_power(float x) {
-    return power_above(maximum(minimum(-(int)x, 126), -126), 0);
-}
+KMLA_DEVICE float weight_scale(int a) { return power_of(kMidExponent - a); }
+KMLA_DEVICE int exponent_of_scale(float scale) { return kMidExponent + 127 - (int)(float_bits(scale) >> 23); }
 
-// The largest exponent of the warp's tokens that exist, unless that is tiny.
-KMLA_DEVICE int top_exponent(const score_place& s, uint32_t tokens, const int (&exponent)[2]) {
-    int top = -60;
-    for (int i = 0; i < 2; i++) {
-        top = tokens >> (s.row_in_quad + 8 * i) & 1 ? maximum(top, exponent[i]) : top;
-    }
-    top = maximum(top, (int)shuffle_xor((uint32_t)top, 4));
-    top = maximum(top, (int)shuffle_xor((uint32_t)top, 8));
-    return maximum(top, (int)shuffle_xor((uint32_t)top, 16));
-}
-
-// First references of vectors that have none, from two of a step's tokens: good enough in most cases
-// to spare the whole tile's maxima. For the first warp; a barrier must follow.
-KMLA_DEVICE void guess_references(const score_place& s, const accumulators& score,
-                                  const int (&exponent)[2], int base) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, references(), j);
-        for (int i = 0; i < 2; i++) {
-            float low = score[4 * j + i] * scale.value[i];
-            float high = score[4 * j + 2 + i] * scale.value[i];
-            float guess = maximum(low, high) - KMLA_I_REFERENCE_BELOW;
-            if (s.row_in_quad != 0 || reference.value[i] != kNoReference ||
-                !(guess > kNoReference)) {
-                continue;
-            }
-            int n = 8 * j + 2 * s.column + i;
-            references()[n] = guess;
-            if (kPacked) {
-                float of_v = maximum(low - guess + (float)(exponent[0] - base),
-                                     high - guess + (float)(exponent[1] - base));
-                of_v = round_up(maximum(of_v, -200.0f)) - KMLA_I_REFERENCE_BELOW;
-                weight_scales()[n] = inverse_power(of_v);
-            }
-        }
-    }
-}
-
-// The largest of a vector over the step's tokens, of what each warp has stored in four rows.
-KMLA_DEVICE float top_of_rows(int buffer, int row, int n) {
-    float top = scratch_row(buffer, row)[n];
-    for (int w = 1; w < kScoreWarps; w++) {
-        top = maximum(top, scratch_row(buffer, row + w)[n]);
-    }
-    return top;
-}
-
-enum top_kind { kOutgrown, kTopScore, kTopWeight };
-
-// Of each vector: 1 if it has outgrown its reference; the largest score; the largest log2 of what
-// weighs V above the reference of the sum and the base. The score warps meet at the end.
-template <top_kind kind>
-KMLA_DEVICE void store_tops(const score_place& s, int buffer, const accumulators& score,
-                            const float (&power)[2], const float (&exponent)[2]) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        of_two scale = load_two(s, score_scales(), j), reference = load_two(s, references(), j);
-        column_weights weights;
-        if (kind == kOutgrown) {
-            weights = weigh_column(s, score, j, power);
-        }
-        for (int i = 0; i < 2; i++) {
-            float low = score[4 * j + i] * scale.value[i];
-            float high = score[4 * j + 2 + i] * scale.value[i];
-            if (kind == kTopWeight) {
-                low = low - reference.value[i] + exponent[0];
-                high = high - reference.value[i] + exponent[1];
-            }
-            if (kind == kOutgrown) {
-                uint32_t low_weight = weights.of_v[0] >> (16 * i) & 0xFFFFu;
-                uint32_t high_weight = weights.of_v[1] >> (16 * i) & 0xFFFFu;
-                bool grown = weights.sum[i] > kLargestSum || is_large(low_weight) ||
-                             is_large(high_weight);
-                low = high = grown ? 1 : 0;
-            }
-            float top = top_of_warp(low, high);
-            if (s.row_in_quad == 0) {
-                scratch_row(buffer, kind * kScoreWarps + s.warp)[8 * j + 2 * s.column + i] = top;
-            }
-        }
-    }
-    named_barrier_sync(kScoreBarrier, kScoreThreads);
-}
-
-// The rare case: new references where weights have outgrown them, and factors for what was summed
-// under the old ones. The score warps meet at its begin and its end.
-KMLA_DEVICE void raise_references(const score_place& s, int buffer, const accumulators& score,
+// New references where there are none yet or weights have outgrown them, and factors for what was
+// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and
+// have met again when it ends.
+KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,
                                   const float (&power)[2], const int (&exponent)[2]) {
-    int n = s.thread, base = kPacked ? base_exponent() : 0;
-    float above[2] = {(float)(exponent[0] - base), (float)(exponent[1] - base)};
-    float old = 0, raised = 0, factor = 1;
-    if (s.warp == 0) {
-        guess_references(s, score, exponent, base);
-    }
-    named_barrier_sync(kScoreBarrier, kScoreThreads);
-    store_tops<kOutgrown>(s, buffer, score, power, above);
-    store_tops<kTopScore>(s, buffer, score, power, above);
-    bool grown = n < kTile && top_of_rows(buffer, kOutgrown * kScoreWarps, n) > 0;
+    int n = s.thread;
+    bool mine = n < kTile;
+    float old = mine ? reference_of(n) : 0, before = mine ? weight_scales()[n] : 1;
+    bool grown = first || find_top<kOutgrown>(s, score, power, exponent) > 0;
+    float top = find_top<kTopScore>(s, score, power, exponent);
+    float factor = 1, now = before;
+    grown = mine && grown && top > -infinity();
     if (grown) {
-        old = references()[n];
-        float top = top_of_rows(buffer, kTopScore * kScoreWarps, n) - KMLA_I_REFERENCE_BELOW;
-        raised = maximum(old, top);
+        float raised = maximum(old, top - KMLA_I_REFERENCE_BELOW);
         factor = old == kNoReference ? 0 : exp2_fast(old - raised);
-        references()[n] = raised;
+        reference_of(n) = raised;
     }
-    if (n < kTile) {
-        scratch_row(buffer, kFactorRow)[n] = factor;
-        rescales_of(buffer)[n] = factor;
-    }
-    named_barrier_sync(kScoreBarrier, kScoreThreads);
     if (kPacked) {
-        store_tops<kTopWeight>(s, buffer, score, power, above);
-        if (grown) {
-            float top = maximum(top_of_rows(buffer, kTopWeight * kScoreWarps, n), -200.0f);
-            float before = weight_scales()[n];
-            float now = inverse_power(round_up(top) - KMLA_I_REFERENCE_BELOW);
-            rescales_of(buffer)[n] = factor * now * power_of_two_inverse(before);
+        float top_weight = find_top<kTopWeight>(s, score, power, exponent);
+        bool outgrown = top_weight - (float)exponent_of_scale(before) >
+                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;
+        if (grown && (old == kNoReference || outgrown)) {
+            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;
+            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));
             weight_scales()[n] = now;
         }
-        named_barrier_sync(kScoreBarrier, kScoreThreads);
+    }
+    if (mine) {
+        sum_factors_of(s.group)[n] = factor;
+        rescales_of(s.group)[n] = factor * now * bits_float((254u << 23) - float_bits(before));
+    }
+    meet_group(s);
+}
+
+KMLA_DEVICE void scale_sums(const score_place& s, int buffer, float (&sum)[kColumns][2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        of_two factor = load_two(s, sum_factors_of(buffer), j);
+        sum[j][0] *= factor.value[0];
+        sum[j][1] *= factor.value[1];
     }
 }
 
-// Weights of the step, in its buffer when the score warps have met at the end.
-KMLA_DEVICE void softmax_step(const score_place& s, int buffer, const accumulators& score,
-                              const int (&exponent)[2], float (&sum)[kColumns][2]) {
-    float of_step[kColumns][2], power[2] = {1, 1};
-    if (kPacked) {
-        int base = base_exponent();
-        power[0] = power_above(exponent[0], base);
-        power[1] = power_above(exponent[1], base);
+// ---- the walk of a score group over its steps
+
+// Before a group's softmax the other's of the step before is done: what that left counts.
+KMLA_DEVICE void take_turn(const score_place& s, float (&sum)[kColumns][2]) {
+    named_barrier_sync(kTurnBarrier + (uint32_t)s.group, 2 * kScoreThreads);
+    if (rescaled(1 - s.group)) {
+        scale_sums(s, 1 - s.group, sum);
     }
-    bool grown = store_weights(s, buffer, score, power, of_step);
-    fence_async_reads();
-    grown = any_of_scores(s, buffer, grown);
+}
+KMLA_DEVICE void pass_turn(const score_place& s) {
+    named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);
+}
+
+// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
+// has a reference yet.
+KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
+                              const int (&exponent)[2], float (&sum)[kColumns][2]) {
+    float of_step[kColumns][2], power[2];
+    bool grown = first;
+    power[0] = power_of(exponent[0] - kMidExponent);
+    power[1] = power_of(exponent[1] - kMidExponent);
+    if (!first) {
+        grown = store_weights(s, score, power, of_step);
+        fence_async_reads();
+        grown = any_of_group(s, grown);
+    }
     if (s.thread == 0) {
-        rescaled(buffer) = grown;
+        rescaled(s.group) = grown;
     }
     if (grown) {
-        raise_references(s, buffer, score, power, exponent);
-#pragma unroll
-        for (int j = 0; j < kColumns; j++) {
-            of_two factor = load_two(s, scratch_row(buffer, kFactorRow), j);
-            sum[j][0] *= factor.value[0];
-            sum[j][1] *= factor.value[1];
-        }
-        named_barrier_sync(kScoreBarrier, kScoreThreads); // weights take the scratch's place
-        store_weights(s, buffer, score, power, of_step);
+        raise_references(s, first, score, power, exponent);
+        pass_turn(s);
+        scale_sums(s, s.group, sum);
+        store_weights(s, score, power, of_step);
         fence_async_reads();
-        named_barrier_sync(kScoreBarrier, kScoreThreads);
+        meet_group(s);
+    } else {
+        pass_turn(s);
     }
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
@@ -829,9 +862,11 @@ KMLA_DEVICE void softmax_step(const score_place& s, int buffer, const accumulato
     }
 }
 
-// Sums over lanes, then warps ascending; factors and targets of the results.
+// Sums over lanes, then warps and groups ascending; factors and targets of the results. The scratch
+// is the buffer of the step behind the last.
 KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer,
                                 const float (&sum)[kColumns][2]) {
+    float* rows = (float*)weight_block(buffer);
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         for (int i = 0; i < 2; i++) {
@@ -840,51 +875,56 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_plac
             of_warp += shuffle_xor(of_warp, 8);
             of_warp += shuffle_xor(of_warp, 16);
             if (s.row_in_quad == 0) {
-                scratch_row(buffer, s.warp)[8 * j + 2 * s.column + i] = of_warp;
+                rows[(s.group * kScoreWarps + s.warp) * kTile + 8 * j + 2 * s.column + i] = of_warp;
             }
         }
     }
-    named_barrier_sync(kScoreBarrier, kScoreThreads);
+    named_barrier_sync(kSumBarrier, 2 * kScoreThreads);
     int n = s.thread;
-    if (n < kTile) {
+    if (s.group == 0 && n < kTile) {
         float total = 0;
-        for (int w = 0; w < kScoreWarps; w++) {
-            total += scratch_row(buffer, w)[n];
+        for (int row = 0; row < 2 * kScoreWarps; row++) {
+            total += rows[row * kTile + n];
         }
-        float scale = args.kv_scale;
-        if (kPacked) {
-            int of_v = (int)(float_bits(weight_scales()[n]) >> 23) - 127;
-            scale = exp2_wide((float)(base_exponent() - of_v));
-        }
-        finish_vector(args, n, total, references()[n], scale);
+        float scale = kPacked ? exp2_wide((float)exponent_of_scale(weight_scales()[n]))
+                              : args.kv_scale;
+        finish_vector(args, n, total, reference_of(n), scale);
     }
 }
 
 // A buffer is free for step i when the values of step i - 2 are weighed.
-KMLA_DEVICE void take_buffer(int step) {
+KMLA_DEVICE void take_buffer(int buffer, int step) {
     if (step >= 2) {
-        barrier_wait(weights_free(step % 2), (uint32_t)(step / 2 - 1) & 1);
+        barrier_wait(weights_free(buffer), (uint32_t)(step / 2 - 1) & 1);
     }
 }
 
-KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
+KMLA_DEVICE score_place find_score_place(int thread) {
     score_place s;
-    s.thread = thread_index();
+    s.group = thread / kScoreThreads;
+    s.thread = thread % kScoreThreads;
     s.warp = s.thread / 32;
     s.lane = s.thread % 32;
     s.row_in_quad = s.lane / 4;
     s.column = s.lane % 4;
     s.token = 16 * s.warp + s.row_in_quad;
+    return s;
+}
+
+KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
+    score_place s = find_score_place(thread_index());
     float sum[kColumns][2];
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         sum[j][0] = sum[j][1] = 0;
     }
-    ring_place low = {0, 0};
+    int step = s.group ^ walk.odd; // the group's first
+    ring_place low = place_after(ring_place{0, 0}, 2 * step);
 #pragma unroll 1
-    for (int step = 0; step < walk.steps; step++) {
-        ring_place high = next_place(low);
-        int buffer = step % 2, token = walk.first + step * kStep;
+    for (; step < walk.steps; step += 2) {
+        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
+        ring_place high = place_after(low, 1);
+        int token = walk.first + step * kStep;
         bool full = wait_for_runs(walk, step, low, high);
         int slot = s.warp < 2 ? low.slot : high.slot;
         uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
@@ -893,33 +933,33 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
         accumulators score;
         int exponent[2] = {0, 0};
         multiply_keys(s, record, score);
+        s = find_score_place(opaque(thread_index()));
+        take_buffer(s.group, step);
+        if (kPacked) {
+            store_ratios(s, record, s.group, exponent);
+        }
         if (!full) {
             mask_scores(s, token, tokens, score);
         }
-        take_buffer(step);
-        if (kPacked) {
-            store_ratios(s, record, buffer, exponent);
+        if (step > 0) {
+            take_turn(s, sum);
         }
-        if (step == 0) {
-            if (s.warp == 0) {
-                int base = kPacked ? top_exponent(s, tokens, exponent) : 0;
-                guess_references(s, score, exponent, base);
-                if (s.lane == 0) {
-                    base_exponent() = base;
-                }
-            }
-            named_barrier_sync(kScoreBarrier, kScoreThreads);
-        }
-        softmax_step(s, buffer, score, exponent, sum);
+        softmax_step(s, step == 0, score, exponent, sum);
         if (s.thread == 0) {
-            barrier_arrive(weights_ready(buffer));
+            barrier_arrive(weights_ready(s.group));
         }
-        low = next_place(high);
+        low = place_after(low, 4);
     }
     launch_dependents();
-    take_buffer(walk.steps);
-    finish_softmax(args, s, walk.steps % 2, sum);
-    named_barrier_arrive(kEndBarrier, KMLA_I_HOPPER_THREADS);
+    if (step == walk.steps && step > 0) { // the last step was the other group's
+        take_turn(s, sum);
+    }
+    int next = (walk.steps + walk.odd) % 2;
+    take_buffer(next, walk.steps);
+    finish_softmax(args, s, next, sum);
+    if (s.group == 0) {
+        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);
+    }
 }
 
 // ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
@@ -956,32 +996,36 @@ KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ra
     }
 }
 
-// `run`: which of the step's two.
+// Converted values of a k16 step; with registers to spare those of two.
+constexpr int kValueBuffers = kTile <= 32 ? 2 : 1;
+
+// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.
 template <bool masked>
-KMLA_DEVICE void multiply_run(const block_place& s, int slot, int run, int buffer,
-                              accumulators (&out)[4]) {
-    const uint8_t* records =
-        records_of(slot) + 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad;
-    const uint32_t* ratios =
-        (const uint32_t*)ratios_of(buffer, s.warp / 2) + run * kRunTokens / 2 + s.column;
-    uint64_t b = matrix_descriptor(weight_block(buffer)) + (uint64_t)(4 * run);
-    word2 token[4];
-    uint32_t a[4][4];
-    load_values(records, token);
+KMLA_DEVICE void multiply_values(const block_place& s, const uint8_t* low, const uint8_t* high,
+                                 int steps, int buffer, word2 (&token)[4],
+                                 accumulators (&out)[4]) {
+    const uint32_t* ratios = (const uint32_t*)ratios_of(buffer, s.warp / 2) + s.column;
+    uint64_t b = matrix_descriptor(weight_block(buffer));
+    constexpr int buffers = masked ? 1 : kValueBuffers;
+    uint32_t a[buffers][4][4];
 #pragma unroll
-    for (int k = 0; k < kRunTokens / 16; k++) {
-        values_to_fragments<masked>(token, ratios + 8 * k, a);
+    for (int k = 0; k < kStep / 16; k++) {
+        if (masked && k >= steps) {
+            break;
+        }
+        values_to_fragments<masked>(token, ratios + 8 * k, a[k % buffers]);
+        if (k + 1 < kStep / 16) {
+            load_values((k + 1 < 2 ? low : high) + (k + 1) % 2 * 16 * kPitch, token);
+        }
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-            wgmma_f16(out[m], a[m], b + (uint64_t)(2 * k), true);
+            wgmma_f16(out[m], a[k % buffers][m], b + (uint64_t)(2 * k), true);
         }
         wgmma_commit();
-        if (k + 1 < kRunTokens / 16) {
-            load_values(records + 16 * (k + 1) * kPitch, token);
-        }
-        wgmma_wait<0>();
+        wgmma_wait<buffers - 1>();
     }
+    wgmma_wait<0>();
 }
 
 KMLA_DEVICE void rescale(const block_place& s, int buffer, accumulators (&out)[4]) {
@@ -1007,36 +1051,40 @@ KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place&
             out[m][i] = 0;
         }
     }
-    int copied = kStages, runs = 2 * walk.steps; // runs whose copies have been started
-    int entry = look_up(args, s, walk.first + copied * kRunTokens);
-    ring_place place = {0, 0};
+    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
+    next_copies next = {kStages, {-1, -1}};
+    look_ahead(args, s, walk, next);
+    ring_place place = {0, 0}, before = {0, 0};
 #pragma unroll 1
     for (int step = 0; step < walk.steps; step++) {
-        int buffer = step % 2, token = walk.first + step * kStep;
-        bool full = wait_for_runs(walk, step, place, next_place(place));
+        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
+        word2 raw[4];
+        if (step > 0) { // a step late, so that nobody waits for the slowest warp
+            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);
+            copy_next_runs(args, s, walk, before, next);
+        }
+        ring_place after = place_after(place, 1);
+        bool full = wait_for_runs(walk, step, place, after);
+        const uint8_t* low = records_of(place.slot) + offset;
+        const uint8_t* high = records_of(after.slot) + offset;
+        load_values(low, raw);
         barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
         if (rescaled(buffer)) {
             rescale(s, buffer, out);
         }
-#pragma unroll 1
-        for (int run = 0; run < 2; run++, place = next_place(place)) {
-            if (full) {
-                multiply_run<false>(s, place.slot, run, buffer, out);
-            } else if (token + run * kRunTokens < bounds().end) {
-                multiply_run<true>(s, place.slot, run, buffer, out);
-            }
-            named_barrier_sync(kValueBarrier, kValueThreads); // all are done with the run
-            if (copied < runs) {
-                copy_run(args, s, place.slot, walk.first + copied * kRunTokens, entry);
-                copied++;
-                entry = look_up(args, s, walk.first + copied * kRunTokens);
-            }
+        if (full) {
+            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
+        } else {
+            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
+            multiply_values<true>(s, low, high, steps, buffer, raw, out);
         }
-        if (s.warp == 0 && s.lane == 0) {
+        if (s.lane == 0) {
             barrier_arrive(weights_free(buffer));
         }
+        before = place;
+        place = place_after(after, 1);
     }
-    named_barrier_sync(kEndBarrier, KMLA_I_HOPPER_THREADS);
+    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);
     store_results(args, s, out);
 }
 
@@ -1048,7 +1096,7 @@ KMLA_DEVICE void init_barriers(const block_place& s) {
     }
     for (int buffer = 0; buffer < 2; buffer++) {
         barrier_init(weights_ready(buffer), 1);
-        barrier_init(weights_free(buffer), 1);
+        barrier_init(weights_free(buffer), kValueWarps);
     }
     barrier_init_fence();
 }
@@ -1067,11 +1115,11 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     if (thread_index() == 0) {
         init_barriers(s);
     }
-    find_ranges(args, s, scratch_row(0, 0));
+    find_ranges(args, s, weight_block(0));
     sync_block();
     token_walk walk = find_walk();
-    bool scores = s.warp < kScoreWarps;
-    s.warp -= kScoreWarps;
+    bool scores = s.warp < 2 * kScoreWarps;
+    s.warp -= 2 * kScoreWarps;
     if (!scores) {
         copy_first_runs(args, s, walk);
     }

@@ -47,6 +47,13 @@ KMLA_DEVICE int block_y() { return (int)blockIdx.y; }
 KMLA_DEVICE int block_z() { return (int)blockIdx.z; }
 KMLA_DEVICE int grid_x() { return (int)gridDim.x; }
 
+// The value, of which nothing is known: what is computed from it in a loop stays there and takes no
+// registers elsewhere.
+KMLA_DEVICE int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Dynamic shared memory of the block, aligned to 1,024 bytes.
 KMLA_DEVICE uint8_t* shared_memory() {
     extern __shared__ __align__(1024) uint8_t kmla_shared[];
