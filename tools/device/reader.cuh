@@ -611,69 +611,68 @@ KMLA_DEVICE bool store_weights(const reader_state& s, const float (&x)[kSlots][4
     return top > KMLA_I_REFERENCE_GROWTH;
 }
 
-// The maximum of a unit's vector 2 * column + i for all to see.
-KMLA_DEVICE void store_top(const reader_state& s, int slot, int i, float* of_tile, float top) {
+// Of the unit's 16 tokens, two a lane; lanes of a column agree.
+KMLA_DEVICE float top_of_unit(float low, float high) {
+    float top = maximum(low, high);
     top = maximum(top, shuffle_xor(top, 4));
     top = maximum(top, shuffle_xor(top, 8));
-    top = maximum(top, shuffle_xor(top, 16));
-    if (s.row_in_quad == 0) {
-        of_tile[vector_of(s, slot) + i] = top;
-    }
+    return maximum(top, shuffle_xor(top, 16));
 }
 
-// A new reference for a vector whose maximum has outgrown the old one.
-KMLA_DEVICE float raised_reference(const reader_state& s, int slot, int i, int first_tile,
-                                   float reference) {
-    int n = vector_of(s, slot) + i;
-    float top = -infinity();
-    for (int tile = 0; tile < kStepTiles; tile++) {
-        top = maximum(top, of_tokens(first_tile + tile)[n]);
-    }
+KMLA_DEVICE float raised_reference(float top, float reference) {
     return top - reference > KMLA_I_REFERENCE_GROWTH ? top - KMLA_I_REFERENCE_BELOW : reference;
+}
+
+// A step's maxima for all to see: of scores; and above these, tile by tile, of what weighs V.
+KMLA_DEVICE void store_tops(const reader_state& s, const float (&x)[kSlots][4],
+                            const float (&exponent)[2]) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            int n = vector_of(s, slot) + i;
+            float low = x[slot][i], high = x[slot][2 + i];
+            float top = top_of_unit(low, high), base = top == -infinity() ? 0 : top;
+            float above = kPacked ? top_of_unit(low - base + exponent[0], high - base + exponent[1])
+                                  : 0;
+            if (s.row_in_quad == 0) {
+                of_tokens(tile_of(s, 0))[n] = top;
+                of_tokens(kStepTiles + tile_of(s, 0))[n] = above;
+            }
+        }
+    }
 }
 
 // New references where maxima have outgrown them, sums by the new ones, and factors for O.
 KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
                                   const float (&exponent)[2]) {
-    float factor[kSlots][2];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s); i++) {
-            store_top(s, slot, i, of_tokens(tile_of(s, 0)), maximum(x[slot][i], x[slot][2 + i]));
-        }
-    }
+    store_tops(s, x, exponent);
     sync_block();
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2 && owns(s); i++) {
             unit_state& unit = s.unit[slot];
-            float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);
+            int n = vector_of(s, slot) + i;
+            float top = -infinity(), above = -infinity();
+            for (int tile = 0; tile < kStepTiles; tile++) {
+                top = maximum(top, of_tokens(tile)[n]);
+            }
+            float old = unit.sum_reference[i], raised = raised_reference(top, old);
             bool same = raised == old;
-            factor[slot][i] = same ? 1.0f : exp2_fast(old - raised);
-            unit.sum[i] *= factor[slot][i];
+            float factor = same ? 1.0f : exp2_fast(old - raised);
+            unit.sum[i] *= factor;
             unit.sum_reference[i] = raised;
             if (kPacked) {
-                unit.weight_reference[i] -= same ? 0 : raised - old; // stays where it was
-                float low = x[slot][i] - raised + exponent[0];
-                float high = x[slot][2 + i] - raised + exponent[1];
-                store_top(s, slot, i, of_tokens(kStepTiles + tile_of(s, 0)), maximum(low, high));
-            }
-        }
-    }
-    if (kPacked) {
-        sync_block();
-    }
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s); i++) {
-            if (kPacked) {
-                float& reference = s.unit[slot].weight_reference[i];
-                float raised = raised_reference(s, slot, i, kStepTiles, reference);
-                factor[slot][i] = raised == reference ? 1.0f : exp2_fast(reference - raised);
-                reference = raised;
+                for (int tile = 0; tile < kStepTiles; tile++) {
+                    above = maximum(above, of_tokens(tile)[n] - raised +
+                                               of_tokens(kStepTiles + tile)[n]);
+                }
+                old = unit.weight_reference[i] - (same ? 0 : raised - old); // where it was
+                raised = raised_reference(above, old);
+                factor = raised == old ? 1.0f : exp2_fast(old - raised);
+                unit.weight_reference[i] = raised;
             }
             if (tile_of(s, 0) == 0 && s.row_in_quad == 0) {
-                factors()[vector_of(s, slot) + i] = factor[slot][i];
+                factors()[n] = factor;
             }
         }
     }
@@ -836,9 +835,11 @@ KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, code_val
 
 // ---- results
 
-// Joins the sums of a vector's units. Nobody may be in softmax.
-KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
-    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);
+KMLA_DEVICE float* sum_references() { return of_tokens(kStepTiles); }
+KMLA_DEVICE float* weight_references() { return of_tokens(kStepTiles + 1); }
+
+// Of each vector: the sums of its units, and the references, for all to see. Nobody may be in softmax.
+KMLA_DEVICE void join_sums(reader_state& s) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2 && owns(s); i++) {
@@ -852,24 +853,50 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s)
                 of_tokens(tile_of(s, 0))[n] = sum;
             }
             if (s.row_in_quad == 0 && tile_of(s, 0) == 0) {
-                sum_references[n] = unit.sum_reference[i];
-                weight_references[n] = unit.weight_reference[i];
+                sum_references()[n] = unit.sum_reference[i];
+                weight_references()[n] = unit.weight_reference[i];
             }
         }
     }
     sync_block();
+}
+
+// O and lse of the split.
+KMLA_DEVICE void store_split(const kmla_i_reader_args& args, reader_state& s) {
     int n = thread_index();
+    float sum = 0, reference = 0;
+    join_sums(s);
     if (n < kTile) {
-        float sum = 0;
         for (int tile = 0; tile < kStepTiles; tile++) {
             sum += of_tokens(tile)[n];
         }
-        float scale = kPacked ? exp2_wide(weight_references[n]) : args.kv_scale;
-        finish_vector(args, n, sum, sum_references[n], scale);
+        reference = sum_references()[n];
+        weigh_vector(args, n, sum, kPacked ? exp2_wide(weight_references()[n]) : args.kv_scale);
+    }
+    sync_block();
+    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);
+    if (n < kTile) {
+        store_vector_lse(args, n, sum, reference);
     }
 }
 
 // ---- the block
+
+// Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;
+// the first warp stores what all need later. A block barrier must follow.
+KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s) {
+    static_assert(kTile <= 32, "a vector a lane");
+    tile_bounds mine;
+    vector_range range = find_range(args, s, s.lane, mine);
+    mine = join_lanes(mine, 1);
+    (tile_bounds&)bounds() = mine; // all the same
+    bounds().first_row = s.first_row;
+    bounds().vectors = s.vectors;
+    if (thread_index() < kTile) {
+        range_of(s.lane) = range;
+        place_vector(args, s.lane);
+    }
+}
 
 KMLA_DEVICE void clear_state(reader_state& s) {
 #pragma unroll
@@ -967,7 +994,7 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
         return;
     }
 #if KMLA_HAS_BULK_COPY
-    if (thread_index() == 0) {
+    if (is_copier(s) && s.lane == 0) { // which needs them before the first block barrier
         for (int stage = 0; stage < kStages; stage++) {
             barrier_init(arrival_of(stage), kRuns);
             barrier_init(free_of(stage), kWarps);
@@ -978,13 +1005,10 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     // First, for their latency.
     int likely = copies_in_bulk(s) ? look_up(args, s, likely_first(args, s)) : -1;
     load_query(args, s);
-    find_ranges(args, s, of_tokens(0));
-    sync_block();
+    find_ranges(args, s);
     read_tokens(args, s, likely);
     launch_dependents();
-    finish_softmax(args, s);
-    sync_block();
-    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);
+    store_split(args, s);
 }
 
 #endif
