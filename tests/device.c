@@ -40,7 +40,7 @@ typedef struct tile_list {
 static const tile_list tile_lists[] = {
     {1, {8}},                             // KMLA_READER_HOST has none, so that any will do
     {3, {8, 16, 32}},                     // KMLA_READER_PORTABLE
-    {8, {8, 16, 24, 32, 40, 48, 56, 64}}, // KMLA_READER_HOPPER
+    {8, {8, 16, 24, 32, 40, 56, 64, 72}}, // KMLA_READER_HOPPER
 };
 
 static int pick(int quick, int full) { return options.quick ? quick : full; }

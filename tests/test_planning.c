@@ -873,7 +873,7 @@ static kmla_device h200(void) { return device_of(9, 0, 132, 232448, 233472); }
 static kmla_device rtx_pro_6000(void) { return device_of(12, 0, 188, 101376, 102400); }
 
 static const int32_t portable_tiles[] = {8, 16, 32};
-static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56, 64};
+static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56, 64, 72};
 
 static kmla_shape shape_of(int32_t requests, int32_t rows_per_request, int32_t heads,
                            int64_t capacity) {

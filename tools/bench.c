@@ -562,7 +562,7 @@ static int run_table(bench* b, int from, int to) {
 
 // Every case by many tiles and splits, to calibrate the planner with.
 static int run_sweep(bench* b, int from, int to) {
-    static const int32_t tiles[] = {8, 16, 24, 32, 40, 48, 56, 64};
+    static const int32_t tiles[] = {8, 16, 24, 32, 40, 48, 56, 64, 72};
     static const int32_t splits[] = {1,  2,  3,  4,  5,  6,  8,  10, 11, 12, 13,  16,  20,
                                      22, 24, 26, 32, 40, 44, 52, 64, 80, 96, 128, 192, 256};
     int wrong = 0;

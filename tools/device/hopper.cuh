@@ -2,10 +2,11 @@
 //
 // As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
 // and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
-// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
-// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
-// take turns at softmax, so that each step's references are the next's.
+// memory. A step is 64 tokens. Two warpgroups score (QK and softmax, 16 tokens a warp), one the even
+// steps and one the odd, each into a weight buffer of its own; two weigh values with these (PV, 64
+// dims a warp) and copy records into a ring of runs of 32 tokens. The score groups take turns at
+// softmax, so that each step's references are the next's. With small tiles these are four groups;
+// large ones leave registers for two, which do both: each scores a step, then both weigh two.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
 // outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
@@ -14,9 +15,12 @@
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
 constexpr int kScoreWarps = 4; // of a group
-constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
+constexpr int kValueWarps = 8;
+constexpr int kFirstValueWarp = kWide ? 0 : 2 * kScoreWarps;
 constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
-// Registers of a thread that scores and of one that weighs; all start with 128.
+constexpr int kEndThreads = kWide ? kThreads : kScoreThreads + kValueThreads; // that meet at the end
+// Registers of a thread that scores and of one that weighs, if they are not the same; all start with
+// 128.
 constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
 constexpr int kValueRegisters = 256 - kScoreRegisters;
 // Named barriers; 0 is the block's.
@@ -39,7 +43,8 @@ constexpr int kWeightsAt = kQueryAt + kBlocksOf64 * kTile * 128; // f16 [2][tile
 constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
 constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
 constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
-static_assert(kStateAt + 7 * kTile * 4 == KMLA_SHARED_BYTES, "host and device layouts differ");
+constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]
+static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, "host and device layouts differ");
 
 // Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
 constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
@@ -99,17 +104,14 @@ typedef float accumulators[kColumns * 4]; // of 16 rows a warp x the tile
 
 // What a block walks over.
 struct token_walk {
-    int first, steps;         // a step's multiple; how many
-    int full_begin, full_end; // steps of which every vector sees every token that exists
-    int odd; // 1 if the first step is odd, of all steps since token 0
+    int first, steps; // a step's multiple; how many
+    int odd;          // 1 if the first step is odd, of all steps since token 0
 };
 
 KMLA_DEVICE token_walk find_walk() {
     token_walk walk;
     walk.first = bounds().begin / kStep * kStep;
     walk.steps = maximum(bounds().end - walk.first + kStep - 1, 0) / kStep;
-    walk.full_begin = (bounds().full_begin - walk.first + kStep - 1) / kStep;
-    walk.full_end = (bounds().full_end - walk.first) / kStep;
     walk.odd = walk.first / kStep % 2;
     return walk;
 }
@@ -125,15 +127,18 @@ KMLA_DEVICE ring_place place_after(ring_place at, int runs) { // at most kStages
     return ring_place{wraps ? slot - kStages : slot, at.parity ^ (uint32_t)wraps};
 }
 
-// Waits for both runs of a step. Whether every vector of the tile sees all 64 tokens.
-KMLA_DEVICE bool wait_for_runs(const token_walk& walk, int step, ring_place low, ring_place high) {
+// Waits for both runs of the step from `token` on. Whether every vector of the tile sees all 64.
+KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {
     barrier_wait(arrival_of(low.slot), low.parity);
     barrier_wait(arrival_of(high.slot), high.parity);
-    return step >= walk.full_begin && step < walk.full_end &&
+    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&
            (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;
 }
 
-// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane
+// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part
+
+constexpr int kQueryLanes = kThreads >= 16 * kTile ? 16 : 8;
+constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;
 
 KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {
     uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -174,16 +179,20 @@ KMLA_DEVICE float lane_amax(const uint32_t (&pair)[8], float amax) {
     return amax;
 }
 
-// Over the 8 lanes of a vector.
-KMLA_DEVICE float vector_amax(float amax) {
+// Over the 8 lanes of 128 dims; over those of a vector.
+KMLA_DEVICE float group_amax(float amax) {
     amax = maximum(amax, shuffle_xor(amax, 1));
     amax = maximum(amax, shuffle_xor(amax, 2));
     return maximum(amax, shuffle_xor(amax, 4));
 }
+KMLA_DEVICE float vector_amax(float amax) {
+    amax = group_amax(amax);
+    return kQueryLanes > 8 ? maximum(amax, shuffle_xor(amax, 8)) : amax;
+}
 
 // What the packed query writer would store of the lane's dims of a group, read back.
 KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
-    float amax = vector_amax(lane_amax(pair, 0));
+    float amax = group_amax(lane_amax(pair, 0));
     const float largest = bits_float(0x7F7FFFFFu);
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
@@ -192,8 +201,6 @@ KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
                             round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);
     }
 }
-
-constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane
 
 // One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1
 // 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.
@@ -212,20 +219,21 @@ KMLA_DEVICE void store_query_block(int n, int block, const uint32_t (&pair)[8], 
 // A lane's part i of a vector: loaded, and in e4m3 mode rounded.
 KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,
                                  int part, uint32_t (&pair)[8]) {
-    int block = 8 * i + part;
+    int block = kQueryLanes * i + part;
     for (int w = 0; w < 8; w++) {
         pair[w] = 0;
     }
     if (exists && block < KMLA_QUERY_DIMS / 16) {
         load_query_block(args, record, block, pair);
     }
-    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {
+    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 &&
+        block < KMLA_LATENT_DIMS / 16) {
         round_to_packed(pair);
     }
 }
 
 KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {
-    int vector = s.first_vector + n, part = s.lane % 8;
+    int vector = s.first_vector + n, part = s.lane % kQueryLanes;
     bool exists = vector < s.vectors;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
@@ -235,8 +243,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
     if (plain) { // the usual case: all loads at once
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
-            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;
-            load_bf16(inside ? record + 32 * (8 * i + part) : args.query, kept[i]);
+            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;
+            load_bf16(inside ? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);
             for (int w = 0; w < 8; w++) {
                 kept[i][w] = inside ? kept[i][w] : 0;
             }
@@ -259,8 +267,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
     if (plain) {
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
-            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
-                store_query_block(n, 8 * i + part, kept[i], factor);
+            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, kQueryLanes * i + part, kept[i], factor);
             }
         }
     } else {
@@ -268,8 +276,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
         for (int i = 0; i < kQueryParts; i++) {
             uint32_t pair[8];
             load_query_part(args, record, exists, i, part, pair);
-            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
-                store_query_block(n, 8 * i + part, pair, factor);
+            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, kQueryLanes * i + part, pair, factor);
             }
         }
     }
@@ -283,7 +291,7 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
 
 KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {
 #pragma unroll 1
-    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {
+    for (int n = thread_index() / kQueryLanes; n < kTile; n += kThreads / kQueryLanes) {
         stage_vector(args, s, n);
     }
     fence_async_reads();
@@ -293,7 +301,11 @@ KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& 
 
 KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }
 
-// In bulk: lanes 0, 1 .. of the first value warp take a run each.
+// In bulk: lanes 0, 1 .. of one value warp take a run each. Of two groups that do both it is of the
+// one that scores a pair's later step, which is last to be done with the earlier one's values.
+KMLA_DEVICE bool is_copier(const block_place& s, const token_walk& walk) {
+    return s.warp == (kWide ? kScoreWarps * (1 - walk.odd) : 0);
+}
 
 // The table's entry for the page of a run, -1 if none of its tokens is wanted.
 KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {
@@ -355,7 +367,7 @@ KMLA_DEVICE void copy_first_runs(const kmla_i_reader_args& args, const block_pla
                                  const token_walk& walk) {
     int runs = minimum(kStages, 2 * walk.steps);
     if (copies_in_bulk(s)) {
-        if (s.warp == 0 && s.lane < runs) {
+        if (is_copier(s, walk) && s.lane < runs) {
             int token = walk.first + s.lane * kRunTokens;
             copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));
         }
@@ -383,7 +395,7 @@ KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s
     if (!copies_in_bulk(s)) {
         next.entry[0] = look_up_record(args, s, token);
         next.entry[1] = look_up_record(args, s, token + kRunTokens);
-    } else if (s.warp == 0 && s.lane < 2) {
+    } else if (is_copier(s, walk) && s.lane < 2) {
         next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);
     }
 }
@@ -397,7 +409,7 @@ KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_plac
             copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,
                                 next.entry[i]);
         }
-    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {
+    } else if (is_copier(s, walk) && s.lane < 2 && s.lane < left) {
         copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,
                          next.entry[0]);
     }
@@ -423,39 +435,36 @@ KMLA_DEVICE uint64_t query_descriptor(int step_of_16) {
 typedef uint32_t raw_batch[kBatchSteps][4];
 typedef uint32_t fragment_batch[kBatchSteps][4];
 
-KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
-
-KMLA_DEVICE void load_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
+KMLA_DEVICE void load_batch(const uint8_t* codes, raw_batch& raw) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        int step = batch * kBatchSteps + k;
-        const uint8_t* at = record + 16 * step + 4 * column;
-        if (is_rope_of_bf16(batch)) {
-            at = record + KMLA_PACKED_ROPE_OFFSET +
-                 32 * (step - KMLA_LATENT_DIMS / 16) + 8 * column;
-            word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
-            raw[k][0] = low.x, raw[k][1] = high.x, raw[k][2] = low.y, raw[k][3] = high.y;
-        } else {
-            raw[k][0] = *(const uint32_t*)at;
-            raw[k][1] = *(const uint32_t*)(at + 8 * kPitch);
-        }
+        raw[k][0] = *(const uint32_t*)(codes + 16 * k);
+        raw[k][1] = *(const uint32_t*)(codes + 16 * k + 8 * kPitch);
     }
 }
 
-// `kept`: all ones for a token whose codes count, else 0.
-KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, int batch, const uint32_t (&kept)[2],
-                                    fragment_batch& a) {
+KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {
 #pragma unroll
     for (int k = 0; k < kBatchSteps; k++) {
-        if (is_rope_of_bf16(batch)) {
+        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +
+                            8 * column;
+        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);
+        raw[k][0] = low.x, raw[k][1] = high.x, raw[k][2] = low.y, raw[k][3] = high.y;
+    }
+}
+
+KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {
+#pragma unroll
+    for (int k = 0; k < kBatchSteps; k++) {
+        if (rope_of_bf16) {
             for (int i = 0; i < 4; i++) {
                 a[k][i] = raw[k][i];
             }
             continue;
         }
         uint32_t low[2], high[2];
-        e4m3x4_to_f16(kPacked ? raw[k][0] & kept[0] : raw[k][0], low);
-        e4m3x4_to_f16(kPacked ? raw[k][1] & kept[1] : raw[k][1], high);
+        e4m3x4_to_f16(raw[k][0], low);
+        e4m3x4_to_f16(raw[k][1], high);
         a[k][0] = low[0], a[k][1] = high[0], a[k][2] = low[1], a[k][3] = high[1];
     }
 }
@@ -464,16 +473,14 @@ KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, int batch, const uint3
 // multiplied by the token's scale of the group before over that of the next, in the end by the last.
 struct key_scales {
     float factor[2][kGroups]; // of the thread's two tokens: behind each group
-    uint32_t kept;            // bit 4 i + g: group g of token i counts
 };
 
-// A group of which the scale is below 2^-kFaintGroup of the token's largest, as that of zeros, would
-// overflow such a quotient, and counts as zeros: less than rounding of any sum that it is part of.
+// A scale below 2^-kFaintGroup of the token's largest, as that of zeros, would overflow such a
+// quotient. It is taken for that much: less than rounding of any sum that the group is part of.
 constexpr int kFaintGroup = 80;
 
 KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
     key_scales scales;
-    scales.kept = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);
@@ -482,25 +489,24 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
         for (int g = 0; g < kGroups; g++) {
             largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);
         }
-        bool finite = largest < 0x7F800000u;
-        float least = bits_float(largest) * bits_float((uint32_t)(127 - kFaintGroup) << 23);
-        // Towards 1, so that quotients of tiny scales are right too.
-        float normal = largest < 64u << 23 ? bits_float((127 + 64) << 23) : 1.0f;
-        float before = bits_float(largest);
-        before = largest == 0 ? 1.0f : before;
+        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.
+        uint32_t power = largest & 0x7F800000u;
+        float to_one = bits_float((254u << 23) - (power < 253u << 23 ? power : 253u << 23));
+        float before = 1;
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
-            float scale = bits_float(of_group[g]);
-            bool counts = finite && bits_float(of_group[g] & 0x7FFFFFFFu) > least;
-            scale = counts ? scale : before;
-            scales.kept |= (uint32_t)counts << (4 * i + g);
+            float scale = bits_float(of_group[g]) * to_one;
+            const float least = bits_float((uint32_t)(127 - kFaintGroup) << 23);
+            scale = maximum(scale, -scale) < least ? least : scale;
             if (g > 0) {
-                scales.factor[i][g - 1] = before * normal * reciprocal(scale * normal);
+                scales.factor[i][g - 1] = before * reciprocal(scale);
             }
             before = scale;
         }
-        // A scale that is no number makes the score none.
-        scales.factor[i][kGroups - 1] = finite ? before : bits_float(0x7FC00000u);
+        // A scale that is no number makes the score none; scales that are all 0 make it 0.
+        float last = before * bits_float(power > 0 ? power : 1u << 23);
+        last = largest == 0 ? 0 : last;
+        scales.factor[i][kGroups - 1] = largest < 0x7F800000u ? last : bits_float(0x7FC00000u);
     }
     return scales;
 }
@@ -512,25 +518,28 @@ KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int
     }
 }
 
-KMLA_DEVICE void kept_of_batch(const key_scales& scales, int batch, uint32_t (&kept)[2]) {
-    int g = batch * kBatchSteps / kGroupSteps;
-    kept[0] = kPacked && !(scales.kept >> g & 1) ? 0 : 0xFFFFFFFFu;
-    kept[1] = kPacked && !(scales.kept >> (4 + g) & 1) ? 0 : 0xFFFFFFFFu;
+KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
+
+KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
+    if (is_rope_of_bf16(batch)) {
+        load_rope(record, column, batch - kLatentBatches, raw);
+    } else {
+        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);
+    }
 }
 
+// A batch is multiplied while the next is converted and the raw words of the one after it come.
 KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {
     const int per_group = kGroupSteps / kBatchSteps;
     key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
-    uint32_t kept[2];
-    load_batch(record, s.column, 0, raw);
+    load_any_batch(record, s.column, 0, raw);
     if (kPacked) {
         scales = load_key_scales(record);
     }
-    kept_of_batch(scales, 0, kept);
-    batch_to_fragments(raw, 0, kept, a[0]);
-    load_batch(record, s.column, 1, raw);
+    batch_to_fragments(raw, false, a[0]);
+    load_any_batch(record, s.column, 1, raw);
 #pragma unroll
     for (int batch = 0; batch < kBatches; batch++) {
         if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {
@@ -550,13 +559,10 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
         wgmma_commit();
         if (batch + 1 < kBatches) {
             wgmma_wait<1>(); // the batch before is done with its registers
-            if (batch + 1 < kLatentBatches) {
-                kept_of_batch(scales, batch + 1, kept);
-            }
-            batch_to_fragments(raw, batch + 1, kept, a[(batch + 1) % 2]);
+            batch_to_fragments(raw, is_rope_of_bf16(batch + 1), a[(batch + 1) % 2]);
         }
         if (batch + 2 < kBatches) {
-            load_batch(record, s.column, batch + 2, raw);
+            load_any_batch(record, s.column, batch + 2, raw);
         }
     }
     wgmma_wait<0>();
@@ -567,7 +573,7 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
 
 // From kLeastExponent to 126. 2^(exponent - kMidExponent), its inverse and products of it with
 // weights are normal floats.
-constexpr int kLeastExponent = -110, kMidExponent = 16;
+constexpr int kLeastExponent = -118, kMidExponent = 8;
 
 // Exponents of the thread's two tokens; the ratios of all four groups to the buffer.
 KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
@@ -807,22 +813,37 @@ KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumu
     meet_group(s);
 }
 
-KMLA_DEVICE void scale_sums(const score_place& s, int buffer, float (&sum)[kColumns][2]) {
+// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.
+KMLA_DEVICE word2& sums_of(const score_place& s, int j) {
+    return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];
+}
+
+KMLA_DEVICE void scale_sums(const score_place& s, int buffer) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         of_two factor = load_two(s, sum_factors_of(buffer), j);
-        sum[j][0] *= factor.value[0];
-        sum[j][1] *= factor.value[1];
+        word2 sum = sums_of(s, j);
+        sums_of(s, j) = word2{float_bits(bits_float(sum.x) * factor.value[0]),
+                              float_bits(bits_float(sum.y) * factor.value[1])};
+    }
+}
+
+KMLA_DEVICE void add_to_sums(const score_place& s, const float (&of_step)[kColumns][2]) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j++) {
+        word2 sum = sums_of(s, j);
+        sums_of(s, j) = word2{float_bits(bits_float(sum.x) + of_step[j][0]),
+                              float_bits(bits_float(sum.y) + of_step[j][1])};
     }
 }
 
 // ---- the walk of a score group over its steps
 
 // Before a group's softmax the other's of the step before is done: what that left counts.
-KMLA_DEVICE void take_turn(const score_place& s, float (&sum)[kColumns][2]) {
+KMLA_DEVICE void take_turn(const score_place& s) {
     named_barrier_sync(kTurnBarrier + (uint32_t)s.group, 2 * kScoreThreads);
     if (rescaled(1 - s.group)) {
-        scale_sums(s, 1 - s.group, sum);
+        scale_sums(s, 1 - s.group);
     }
 }
 KMLA_DEVICE void pass_turn(const score_place& s) {
@@ -832,7 +853,7 @@ KMLA_DEVICE void pass_turn(const score_place& s) {
 // Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
 // has a reference yet.
 KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
-                              const int (&exponent)[2], float (&sum)[kColumns][2]) {
+                              const int (&exponent)[2]) {
     float of_step[kColumns][2], power[2];
     bool grown = first;
     power[0] = power_of(exponent[0] - kMidExponent);
@@ -848,29 +869,25 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
     if (grown) {
         raise_references(s, first, score, power, exponent);
         pass_turn(s);
-        scale_sums(s, s.group, sum);
+        scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
         meet_group(s);
     } else {
         pass_turn(s);
     }
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        sum[j][0] += of_step[j][0];
-        sum[j][1] += of_step[j][1];
-    }
+    add_to_sums(s, of_step);
 }
 
 // Sums over lanes, then warps and groups ascending; factors and targets of the results. The scratch
 // is the buffer of the step behind the last.
-KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer,
-                                const float (&sum)[kColumns][2]) {
+KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer) {
     float* rows = (float*)weight_block(buffer);
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
+        word2 sum = sums_of(s, j);
         for (int i = 0; i < 2; i++) {
-            float of_warp = sum[j][i];
+            float of_warp = bits_float(i ? sum.y : sum.x);
             of_warp += shuffle_xor(of_warp, 4);
             of_warp += shuffle_xor(of_warp, 8);
             of_warp += shuffle_xor(of_warp, 16);
@@ -911,56 +928,56 @@ KMLA_DEVICE score_place find_score_place(int thread) {
     return s;
 }
 
-KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
-    score_place s = find_score_place(thread_index());
-    float sum[kColumns][2];
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        sum[j][0] = sum[j][1] = 0;
+// A step of the group: its weights, ratios and what it says into the group's buffer. `low`: place of
+// the first of its two runs.
+KMLA_DEVICE void score_step(const token_walk& walk, int step, ring_place low) {
+    // Addresses take no registers from step to step, nor beside the products.
+    score_place s = find_score_place(opaque(thread_index()));
+    ring_place high = place_after(low, 1);
+    int token = walk.first + step * kStep;
+    bool full = wait_for_runs(token, low, high);
+    int slot = s.warp < 2 ? low.slot : high.slot;
+    uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
+    const uint8_t* record = records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
+    accumulators score;
+    int exponent[2] = {0, 0};
+    multiply_keys(s, record, score);
+    s = find_score_place(opaque(thread_index()));
+    take_buffer(s.group, step);
+    if (kPacked) {
+        store_ratios(s, record, s.group, exponent);
     }
-    int step = s.group ^ walk.odd; // the group's first
-    ring_place low = place_after(ring_place{0, 0}, 2 * step);
-#pragma unroll 1
-    for (; step < walk.steps; step += 2) {
-        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
-        ring_place high = place_after(low, 1);
-        int token = walk.first + step * kStep;
-        bool full = wait_for_runs(walk, step, low, high);
-        int slot = s.warp < 2 ? low.slot : high.slot;
-        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
-        const uint8_t* record =
-            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
-        accumulators score;
-        int exponent[2] = {0, 0};
-        multiply_keys(s, record, score);
-        s = find_score_place(opaque(thread_index()));
-        take_buffer(s.group, step);
-        if (kPacked) {
-            store_ratios(s, record, s.group, exponent);
-        }
-        if (!full) {
-            mask_scores(s, token, tokens, score);
-        }
-        if (step > 0) {
-            take_turn(s, sum);
-        }
-        softmax_step(s, step == 0, score, exponent, sum);
-        if (s.thread == 0) {
-            barrier_arrive(weights_ready(s.group));
-        }
-        low = place_after(low, 4);
+    if (!full) {
+        mask_scores(s, token, tokens, score);
     }
-    launch_dependents();
+    if (step > 0) {
+        take_turn(s);
+    }
+    softmax_step(s, step == 0, score, exponent);
+    if (s.thread == 0) {
+        barrier_arrive(weights_ready(s.group));
+    }
+}
+
+// `step`: the group's first that is not there.
+KMLA_DEVICE void end_scores(const kmla_i_reader_args& args, const token_walk& walk, int step) {
+    score_place s = find_score_place(opaque(thread_index()));
     if (step == walk.steps && step > 0) { // the last step was the other group's
-        take_turn(s, sum);
+        take_turn(s);
     }
     int next = (walk.steps + walk.odd) % 2;
     take_buffer(next, walk.steps);
-    finish_softmax(args, s, next, sum);
-    if (s.group == 0) {
-        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);
+    finish_softmax(args, s, next);
+}
+
+KMLA_DEVICE void clear_sums() {
+    score_place s = find_score_place(thread_index());
+    for (int j = 0; j < kColumns; j++) {
+        sums_of(s, j) = word2{0, 0};
     }
 }
+
+KMLA_DEVICE int score_group() { return thread_index() / kScoreThreads; }
 
 // ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
 
@@ -1041,50 +1058,119 @@ KMLA_DEVICE void rescale(const block_place& s, int buffer, accumulators (&out)[4
     }
 }
 
-// s.warp counts from the first value warp.
-KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place& s,
-                              const token_walk& walk) {
-    accumulators out[4];
+// What a value thread knows of copies and the ring.
+struct value_state {
+    next_copies next;
+    ring_place place, before; // of the first run of the step, and of the step before
+};
+
+// Starts the copies in place of the runs of the step before this, when all are done with these.
+KMLA_DEVICE void refill_ring(const kmla_i_reader_args& args, const block_place& s,
+                             const token_walk& walk, int step, value_state& v) {
+    int buffer = (step - 1 + walk.odd) % 2;
+    if (step > 0 && (!copies_in_bulk(s) || is_copier(s, walk))) {
+        barrier_wait(weights_free(buffer), (uint32_t)((step - 1) / 2) & 1);
+        copy_next_runs(args, s, walk, v.before, v.next);
+    }
+}
+
+// A step's products.
+KMLA_DEVICE void value_step(const block_place& s, const token_walk& walk, int step, value_state& v,
+                            accumulators (&out)[4]) {
+    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
+    int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
+    word2 raw[4];
+    ring_place after = place_after(v.place, 1);
+    bool full = wait_for_runs(token, v.place, after);
+    const uint8_t* low = records_of(v.place.slot) + offset;
+    const uint8_t* high = records_of(after.slot) + offset;
+    load_values(low, raw);
+    barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
+    if (rescaled(buffer)) {
+        rescale(s, buffer, out);
+    }
+    if (full) {
+        multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
+    } else {
+        int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
+        multiply_values<true>(s, low, high, steps, buffer, raw, out);
+    }
+    if (s.lane == 0) {
+        barrier_arrive(weights_free(buffer));
+    }
+    v.before = v.place;
+    v.place = place_after(after, 1);
+}
+
+KMLA_DEVICE void begin_values(const kmla_i_reader_args& args, const block_place& s,
+                              const token_walk& walk, value_state& v, accumulators (&out)[4]) {
 #pragma unroll
     for (int m = 0; m < 4; m++) {
         for (int i = 0; i < kColumns * 4; i++) {
             out[m][i] = 0;
         }
     }
-    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
-    next_copies next = {kStages, {-1, -1}};
-    look_ahead(args, s, walk, next);
-    ring_place place = {0, 0}, before = {0, 0};
+    v = value_state{{kStages, {-1, -1}}, {0, 0}, {0, 0}};
+    look_ahead(args, s, walk, v.next);
+}
+
+// ---- the walks over a block's steps
+
+KMLA_DEVICE void walk_scores(const kmla_i_reader_args& args, const token_walk& walk) {
+    int step = score_group() ^ walk.odd; // the group's first
+    ring_place low = place_after(ring_place{0, 0}, 2 * step);
+    clear_sums();
+#pragma unroll 1
+    for (; step < walk.steps; step += 2) {
+        score_step(walk, step, low);
+        low = place_after(low, 4);
+    }
+    launch_dependents();
+    end_scores(args, walk, step);
+    if (score_group() == 0) {
+        named_barrier_arrive(kEndBarrier, kEndThreads);
+    }
+}
+
+KMLA_DEVICE void walk_values(const kmla_i_reader_args& args, const block_place& s,
+                             const token_walk& walk) {
+    accumulators out[4];
+    value_state v;
+    begin_values(args, s, walk, v, out);
 #pragma unroll 1
     for (int step = 0; step < walk.steps; step++) {
-        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
-        word2 raw[4];
-        if (step > 0) { // a step late, so that nobody waits for the slowest warp
-            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);
-            copy_next_runs(args, s, walk, before, next);
-        }
-        ring_place after = place_after(place, 1);
-        bool full = wait_for_runs(walk, step, place, after);
-        const uint8_t* low = records_of(place.slot) + offset;
-        const uint8_t* high = records_of(after.slot) + offset;
-        load_values(low, raw);
-        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
-        if (rescaled(buffer)) {
-            rescale(s, buffer, out);
-        }
-        if (full) {
-            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
-        } else {
-            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
-            multiply_values<true>(s, low, high, steps, buffer, raw, out);
-        }
-        if (s.lane == 0) {
-            barrier_arrive(weights_free(buffer));
-        }
-        before = place;
-        place = place_after(after, 1);
+        refill_ring(args, s, walk, step, v); // a step late: nobody waits for the slowest warp
+        value_step(s, walk, step, v, out);
     }
-    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);
+    named_barrier_sync(kEndBarrier, kEndThreads);
+    store_results(args, s, out);
+}
+
+// Both: a group scores one of two steps, then weighs both.
+KMLA_DEVICE void walk_both(const kmla_i_reader_args& args, const block_place& s,
+                           const token_walk& walk) {
+    accumulators out[4];
+    value_state v;
+    int own = score_group() ^ walk.odd;
+    clear_sums();
+    begin_values(args, s, walk, v, out);
+#pragma unroll 1
+    for (int first = 0; first < walk.steps; first += 2) {
+        refill_ring(args, s, walk, first, v);
+        if (first + own < walk.steps) {
+            score_step(walk, first + own, place_after(v.place, 2 * own));
+        }
+#pragma unroll 1
+        for (int step = first; step < first + 2 && step < walk.steps; step++) {
+            if (step > first) {
+                refill_ring(args, s, walk, step, v);
+            }
+            value_step(s, walk, step, v, out);
+        }
+    }
+    launch_dependents();
+    end_scores(args, walk, (walk.steps - own + 1) / 2 * 2 + own);
+    named_barrier_sync(kEndBarrier, kEndThreads);
     store_results(args, s, out);
 }
 
@@ -1101,7 +1187,7 @@ KMLA_DEVICE void init_barriers(const block_place& s) {
     barrier_init_fence();
 }
 
-KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
+KMLA_KERNEL(kmla_reader, kmla_i_reader_args, kThreads, 1) {
     wait_dependency();
     if (block_z() == args.groups) {
         clear_dead_rows(args);
@@ -1118,19 +1204,20 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     find_ranges(args, s, weight_block(0));
     sync_block();
     token_walk walk = find_walk();
-    bool scores = s.warp < 2 * kScoreWarps;
-    s.warp -= 2 * kScoreWarps;
-    if (!scores) {
+    s.warp -= kFirstValueWarp;
+    if (s.warp >= 0) {
         copy_first_runs(args, s, walk);
     }
     stage_query(args, s);
     sync_block();
-    if (scores) {
+    if (kWide) {
+        walk_both(args, s, walk);
+    } else if (s.warp < 0) {
         registers_release<kScoreRegisters>();
-        score_tokens(args, walk);
+        walk_scores(args, walk);
     } else {
         registers_take<kValueRegisters>();
-        weigh_values(args, s, walk);
+        walk_values(args, s, walk);
     }
 }
 

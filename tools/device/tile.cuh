@@ -21,13 +21,15 @@ constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
                                : KMLA_I_PITCH_BF16;
 constexpr int kStages = KMLA_STAGES;
 constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM
-constexpr int kWarps = (kHopper ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;
+constexpr bool kWide = kHopper && kTile >= KMLA_I_HOPPER_WIDE_TILE; // as the host's plan.threads
+constexpr int kThreads = kHopper && !kWide ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS;
+constexpr int kWarps = kThreads / 32;
 constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS
                       : kBf16 ? KMLA_I_STEP_TOKENS
                               : KMLA_I_FP8_STEP_TOKENS;
 constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies
 constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
-constexpr int kLanesPerVector = kHopper ? 4 : 8; // that know a vector's range
+constexpr int kLanesPerVector = kWide ? 2 : kHopper ? 4 : 8; // that know a vector's range
 
 struct block_place {
     // Where the thread is.
@@ -96,9 +98,12 @@ KMLA_DEVICE vector_range& range_of(int n) {
 }
 // What a vector's accumulators times: to rescale them, in the end to make them results.
 KMLA_DEVICE float* factors() { return (float*)(shared_memory() + kFactorsAt); }
-// Where each vector's result goes: twice the index of its first element, + 1 if that is in the
-// output and not in a partial; negative: nowhere.
-KMLA_DEVICE int64_t* targets() { return (int64_t*)(shared_memory() + kTargetsAt); }
+// Where each vector's result goes: the address of its first element, + 1 if they are fp32 and not
+// BF16; 0: nowhere.
+KMLA_DEVICE uint64_t* targets() { return (uint64_t*)(shared_memory() + kTargetsAt); }
+KMLA_DEVICE uint64_t target_of(uint64_t base, int64_t element, int type) {
+    return base + (uint64_t)(element * (type == KMLA_FP32 ? 4 : 2)) + (type == KMLA_FP32);
+}
 
 #ifndef KMLA_HOPPER
 // A bit a token of a step: it exists. Word w is of warp w's tokens.
@@ -215,6 +220,10 @@ KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t ro
 // For store_results: where vector n's result goes if its split finds tokens of it.
 KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {
     int vector = block_x() * kTile + n;
+<<<<<<< HEAD
+=======
+    targets()[n] = 0;
+>>>>>>> main
     if (vector >= bounds().vectors) {
         targets()[n] = -1;
         return;
@@ -244,6 +253,7 @@ KMLA_DEVICE void store_vector_lse(const kmla_i_reader_args& args, int n, float s
     bool empty = sum == 0;
     bool final = args.splits == 1 || (!empty && range_of(n).whole);
     float lse = empty ? -infinity() : (reference + log2_fast(sum)) * ln_2;
+<<<<<<< HEAD
     if (vector < bounds().vectors) {
         store_lse(args, block_y(), bounds().first_row + vector / args.heads, vector % args.heads,
                   lse, final);
@@ -262,12 +272,31 @@ KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (
     float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
     if (type == KMLA_FP32) {
         word4* to = (word4*)((float*)base + index);
+=======
+    int64_t row = bounds().first_row + vector / args.heads;
+    int head = vector % args.heads;
+    factors()[n] = empty ? 0 : divide(scale, sum);
+    store_lse(args, block_y(), row, head, lse, final);
+    if (final) {
+        targets()[n] = target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                                 args.out_type);
+    } else if (!empty) {
+        targets()[n] = target_of(args.part_out,
+                                 part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
+                                 args.partial_type);
+    }
+}
+
+// Eight neighbouring dims of one vector, from `dim` on.
+KMLA_DEVICE void store_out(uint64_t target, int dim, const float (&x)[8]) {
+    if (target & 1) {
+        word4* to = (word4*)(target - 1 + 4 * (uint32_t)dim);
+>>>>>>> main
         to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
         to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
-    } else {
-        *(word4*)((uint16_t*)base + index) =
-            word4{pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]),
-                  pack_bf16(high[0], high[1]), pack_bf16(high[2], high[3])};
+    } else if (target) {
+        *(word4*)(target + 2 * (uint32_t)dim) = word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+                                                      pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
     }
 }
 
@@ -279,18 +308,13 @@ KMLA_DEVICE void store_results(const kmla_i_reader_args& args, const block_place
     for (int j = 0; j < kColumns; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int64_t target = targets()[8 * j + 2 * s.column + i];
             float x[8], factor = factors()[8 * j + 2 * s.column + i];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 x[2 * m] = factor == 0 ? 0 : out[m][4 * j + i] * factor;
                 x[2 * m + 1] = factor == 0 ? 0 : out[m][4 * j + 2 + i] * factor;
             }
-            if (target >= 0) {
-                bool final = target & 1;
-                store_out(final ? args.out : args.part_out, target / 2 + dim,
-                          final ? args.out_type : args.partial_type, x);
-            }
+            store_out(targets()[8 * j + 2 * s.column + i], dim, x);
         }
     }
 }
@@ -303,8 +327,9 @@ KMLA_DEVICE void clear_dead_rows(const kmla_i_reader_args& args) {
             const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};
             int dim = 8 * thread_index();
             if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {
-                store_out(args.out, row * args.out_row_stride + head * args.out_head_stride + dim,
-                          args.out_type, zeros);
+                store_out(target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                                    args.out_type),
+                          dim, zeros);
             }
             if (dim == 0) {
                 store_lse(args, block_y(), row, head, -infinity(), args.splits == 1);
