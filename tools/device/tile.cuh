@@ -220,19 +220,18 @@ KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t ro
 // For store_results: where vector n's result goes if its split finds tokens of it.
 KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {
     int vector = block_x() * kTile + n;
-<<<<<<< HEAD
-=======
-    targets()[n] = 0;
->>>>>>> main
     if (vector >= bounds().vectors) {
-        targets()[n] = -1;
+        targets()[n] = 0;
         return;
     }
     int64_t row = bounds().first_row + vector / args.heads;
     int head = vector % args.heads;
     bool final = args.splits == 1 || range_of(n).whole;
-    targets()[n] = final ? 2 * (row * args.out_row_stride + head * args.out_head_stride) + 1
-                         : 2 * part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS;
+    targets()[n] =
+        final ? target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                          args.out_type)
+              : target_of(args.part_out, part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
+                          args.partial_type);
 }
 
 // For store_results: what vector n's accumulators times, `scale` of what they lack over `sum`. One
@@ -241,7 +240,7 @@ KMLA_DEVICE void weigh_vector(const kmla_i_reader_args& args, int n, float sum, 
     bool empty = sum == 0;
     factors()[n] = empty ? 0 : divide(scale, sum);
     if (empty && args.splits > 1) {
-        targets()[n] = -1;
+        targets()[n] = 0;
     }
 }
 
@@ -253,7 +252,6 @@ KMLA_DEVICE void store_vector_lse(const kmla_i_reader_args& args, int n, float s
     bool empty = sum == 0;
     bool final = args.splits == 1 || (!empty && range_of(n).whole);
     float lse = empty ? -infinity() : (reference + log2_fast(sum)) * ln_2;
-<<<<<<< HEAD
     if (vector < bounds().vectors) {
         store_lse(args, block_y(), bounds().first_row + vector / args.heads, vector % args.heads,
                   lse, final);
@@ -267,31 +265,10 @@ KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum,
     store_vector_lse(args, n, sum, reference);
 }
 
-// Eight neighbouring dims of one vector.
-KMLA_DEVICE void store_out(uint64_t base, int64_t index, int type, const float (&x)[8]) {
-    float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
-    if (type == KMLA_FP32) {
-        word4* to = (word4*)((float*)base + index);
-=======
-    int64_t row = bounds().first_row + vector / args.heads;
-    int head = vector % args.heads;
-    factors()[n] = empty ? 0 : divide(scale, sum);
-    store_lse(args, block_y(), row, head, lse, final);
-    if (final) {
-        targets()[n] = target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
-                                 args.out_type);
-    } else if (!empty) {
-        targets()[n] = target_of(args.part_out,
-                                 part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
-                                 args.partial_type);
-    }
-}
-
 // Eight neighbouring dims of one vector, from `dim` on.
 KMLA_DEVICE void store_out(uint64_t target, int dim, const float (&x)[8]) {
     if (target & 1) {
         word4* to = (word4*)(target - 1 + 4 * (uint32_t)dim);
->>>>>>> main
         to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
         to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};
     } else if (target) {
