@@ -1075,7 +1075,7 @@ static int32_t portable_bytes(int32_t kv_format, int32_t tile) {
     int32_t step = bf16 ? 32 : 64, scores = tile * step * 4;
     return 128 + 28 * tile + 2 * step * kv_pitch(kv_format) +
            scores * (tile * step > 1024 ? 1 : 3) + tile * (step + 8) * 2 * (bf16 ? 2 : 1) +
-           (packed ? step * 4 * 2 + step * 4 + 32 * 16 : 0);
+           (packed ? step * 4 * 2 + step * 4 + 32 * 32 : 0);
 }
 
 // Two stages of 128 tokens behind a kilobyte or two, query, weights, ratios, maxima and sums of 8
