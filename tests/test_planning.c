@@ -1069,13 +1069,13 @@ static int32_t kv_pitch(int32_t kv_format) {
 
 // Two stages of 64 tokens (BF16: 32), what warps exchange of scores (of three other groups at once,
 // or one if there is more), weights (two for BF16 KV: high and low), a packed step's ratios and
-// exponents.
+// exponents, and 32 copies of packed records.
 static int32_t portable_bytes(int32_t kv_format, int32_t tile) {
     int packed = kv_format == KMLA_KV_PACKED, bf16 = kv_format == KMLA_KV_BF16;
     int32_t step = bf16 ? 32 : 64, scores = tile * step * 4;
     return 128 + 28 * tile + 2 * step * kv_pitch(kv_format) +
            scores * (tile * step > 1024 ? 1 : 3) + tile * (step + 8) * 2 * (bf16 ? 2 : 1) +
-           (packed ? step * 4 * 2 + step * 4 : 0);
+           (packed ? step * 4 * 2 + step * 4 + 32 * 32 : 0);
 }
 
 // Two stages of 128 tokens behind a kilobyte or two, query, weights, ratios, maxima and sums of 8

@@ -270,6 +270,8 @@ KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uin
 }
 #endif
 
+KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
+
 #if KMLA_HAS_WGMMA
 // ---- matrix products of a warpgroup: d[64 x n] += a[64 x 16] * b[16 x n], asynchronously
 
@@ -323,7 +325,6 @@ template <uint32_t count> KMLA_DEVICE void registers_release() {
 template <uint32_t count> KMLA_DEVICE void registers_take() {
     emulator::change_registers("registers_take", count, true);
 }
-KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
 #endif
 
 // ---- dependent launch: a kernel may start before the one it follows has ended
