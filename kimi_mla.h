@@ -1251,15 +1251,16 @@ typedef struct kmla_i_tile_cost {
     double alone_us, shared_us;
 } kmla_i_tile_cost;
 static const kmla_i_tile_cost kmla_i_tiles[] = {
-    {KMLA_READER_PORTABLE, 8, 1.05, 1.60},  {KMLA_READER_PORTABLE, 16, 1.20, 1.80},
-    {KMLA_READER_PORTABLE, 32, 1.90, 2.75},
-    {KMLA_READER_HOPPER, 8, 1.36, 0.0},
-    {KMLA_READER_HOPPER, 16, 1.45, 0.0},
-    {KMLA_READER_HOPPER, 24, 1.55, 0.0},
-    {KMLA_READER_HOPPER, 32, 1.63, 0.0},
-    {KMLA_READER_HOPPER, 40, 1.83, 0.0},
-    {KMLA_READER_HOPPER, 48, 1.94, 0.0},
-    {KMLA_READER_HOPPER, 56, 1.98, 0.0},
+    {KMLA_READER_PORTABLE, 8, 1.39, 2.00},
+    {KMLA_READER_PORTABLE, 16, 1.66, 2.40},
+    {KMLA_READER_PORTABLE, 32, 2.13, 4.40},
+    {KMLA_READER_HOPPER, 8, 1.36, 0.00},
+    {KMLA_READER_HOPPER, 16, 1.45, 0.00},
+    {KMLA_READER_HOPPER, 24, 1.55, 0.00},
+    {KMLA_READER_HOPPER, 32, 1.63, 0.00},
+    {KMLA_READER_HOPPER, 40, 1.83, 0.00},
+    {KMLA_READER_HOPPER, 48, 1.94, 0.00},
+    {KMLA_READER_HOPPER, 56, 1.98, 0.00},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1427,9 +1428,10 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
 
 // ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 8.0         // launch, query, first loads, last stores of a wave
-#define KMLA_I_COST_MERGE_US 1.5         // the merge
-#define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
+#define KMLA_I_COST_BLOCK_US 7.5            // launch, query, first loads, last stores of a wave
+#define KMLA_I_COST_MERGE_US 0.5            // the merge, and what it takes for each split
+#define KMLA_I_COST_MERGE_SPLIT_US 0.12
+#define KMLA_I_COST_BYTES_PER_US 3.0e6      // partials, written and read back: 3 TB/s
 #define KMLA_I_COST_READ_BYTES_PER_US 3.6e6 // records, read by all blocks together
 
 static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
@@ -1476,7 +1478,8 @@ static double kmla_i_merge_us(const kmla_plan* plan, int32_t splits) {
     double vectors = (double)plan->shape.rows * plan->shape.heads;
     double vector_bytes = KMLA_LATENT_DIMS * kmla_i_element_bytes(plan->shape.partial_type);
     double traffic_bytes = 2.0 * splits * vectors * vector_bytes;
-    return KMLA_I_COST_MERGE_US + traffic_bytes / KMLA_I_COST_BYTES_PER_US;
+    return KMLA_I_COST_MERGE_US + splits * KMLA_I_COST_MERGE_SPLIT_US +
+           traffic_bytes / KMLA_I_COST_BYTES_PER_US;
 }
 
 static double kmla_i_decode_us(const kmla_plan* plan, int32_t splits) {
