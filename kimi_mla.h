@@ -8263,14 +8263,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    if (grown) {\n"
      "        raise_references(s, first, score, power, exponent);\n"
-     "        pass_turn(s);\n"
      "        scale_sums(s, s.group);\n"
      "        store_weights(s, score, power, of_step);\n"
      "        fence_async_reads();\n"
      "        meet_group(s);\n"
-     "    } else {\n"
-     "        pass_turn(s);\n"
      "    }\n"
+     "    pass_turn(s); // of the references nothing is read any more\n"
      "    add_to_sums(s, of_step);\n"
      "}\n"
      "\n"
@@ -8301,7 +8299,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
     },
-    {"hopper.cuh", 901,
+    {"hopper.cuh", 899,
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
      "    }\n"
      "}\n"
@@ -8410,7 +8408,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// Converted values of a k16 step; with registers to spare those of two.\n"
     },
-    {"hopper.cuh", 1008,
+    {"hopper.cuh", 1006,
      "constexpr int kValueBuffers = kTile <= 32 \? 2 : 1;\n"
      "\n"
      "// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.\n"
@@ -8516,7 +8514,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
     },
-    {"hopper.cuh", 1112,
+    {"hopper.cuh", 1110,
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
@@ -8888,7 +8886,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x05CD8AF3C31482EBull
+#define KMLA_I_DEVICE_PARTS_HASH 0x614FA4139E256372ull
 // clang-format on
 // >>device source end
 

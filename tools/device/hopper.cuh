@@ -861,14 +861,12 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
     }
     if (grown) {
         raise_references(s, first, score, power, exponent);
-        pass_turn(s);
         scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
         meet_group(s);
-    } else {
-        pass_turn(s);
     }
+    pass_turn(s); // of the references nothing is read any more
     add_to_sums(s, of_step);
 }
 
