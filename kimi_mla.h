@@ -37,6 +37,7 @@
 //     KIMI_MLA_NO_GPU           not defined   leave the GPU side out: no dlopen, no device source
 //     KIMI_MLA_NO_NVRTC         not defined   leave the compiler and device source out: kernels are
 //                                             images that tools/kmla made
+//     KIMI_MLA_NO_FILES         not defined   leave kmla_cache_files out, which alone touches files
 //     KMLA_API                  extern        linkage of the public functions
 //     KMLA_MALLOC(bytes)        malloc        used by open, compile and the checking mode only
 //     KMLA_FREE(pointer)        free          its partner
@@ -274,7 +275,7 @@ KMLA_API kmla_status kmla_workspace_bytes(int32_t rows, int32_t heads, int32_t s
 typedef struct kmla_device {
     int32_t compute_major;    // 9 of 9.0
     int32_t compute_minor;    // 0 of 9.0
-    int32_t multiprocessors;  // SMs
+    int32_t multiprocessors;  // SMs; of a green context its share
     int32_t shared_bytes;     // most dynamic shared memory a block may ask for (opt-in limit)
     int32_t shared_bytes_sm;  // shared memory of one SM
 } kmla_device;
@@ -344,6 +345,64 @@ typedef struct kmla_plan {
 KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device* device,
                                       kmla_plan* plan, kmla_error* error);
 
+// Of several plans, e.g. one captured graph for 1, 2, 4, 8, ... requests, the smallest that covers
+// a step: at least so many requests, rows and local tokens; fewest rows, then requests, then
+// tokens. What is left over in it are dead rows. A count of 0 asks for nothing.
+// Errors: ARGUMENT (no plan covers; the message has what was asked; NULL, a negative number).
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error);
+
+// ---- What DCP ranks send each other
+//
+// A step of n ranks: each writes the queries of its own heads into its slice of a gathered buffer;
+// an all-gather fills the others; each decodes all heads over its shard of the tokens; the parts
+// are combined by either transport (KMLA_TRANSPORT_*), and each rank keeps its own heads.
+//
+// All arrays here have heads outermost, [heads][R]: a rank's slice is then one piece whatever R is,
+// and is written, gathered in place, read and sent without a copy. Padding heads lie at the end.
+// Heads in the gaps of equal slices are decoded from whatever lies there, and reach no result.
+
+typedef struct kmla_gather_desc {
+    int32_t heads;        // of all ranks together, 1..4096; need not be a multiple of ranks
+    int32_t ranks;        // n, 1..1024 [1: also where each rank has the whole cache]
+    int32_t rank;         // this one, 0..n-1
+    int32_t rows;         // R, 1..65535
+    int32_t query_format; // KMLA_QUERY_* [BF16]
+    int32_t out_type;     // of what a rank decodes, KMLA_BF16 or KMLA_FP32 [BF16]
+    int32_t equal_slices; // 1: each slice has room for the most heads of any rank, as collectives
+                          // of equal counts need [0: as many as the rank has]
+    int32_t stored_heads; // that a buffer has room for, e.g. 112 [as many as are gathered]
+} kmla_gather_desc;
+
+// One array, [stored heads][R] records or elements. Strides are in what the calls' structs count:
+// bytes of queries, elements of out and lse.
+typedef struct kmla_slices {
+    int64_t head_stride;
+    int64_t row_stride;
+    uint64_t offset_bytes; // of this rank's slice
+    uint64_t slice_bytes;  // that this rank contributes or keeps; divided by R, of one row
+    uint64_t bytes;        // of the whole array, padding included
+} kmla_slices;
+
+typedef struct kmla_gather {
+    kmla_gather_desc desc;  // with every default filled in
+    int32_t exchanges;      // 0: one rank, which skips every collective and the combine
+    int32_t gathered_heads; // H to plan a decode with: heads, or n slices where they are equal
+    int32_t first_head;     // index of this rank's first head among them
+    int32_t local_heads;    // of this rank; the first heads mod n ranks have one more. May be 0:
+                            // such a rank writes and combines nothing, and decodes all the same
+    int32_t slice_heads;    // of its slice: local_heads, or with equal slices the most of any rank
+    kmla_slices query;
+    kmla_slices out;
+    kmla_slices lse;
+} kmla_gather;
+
+// Lays out a rank's side of a gather. Other ranks' slices: ask with their number.
+// Errors: ARGUMENT (names the field).
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error);
+
 // =============================================================================
 // >>arguments   What a call reads and writes; the same structs for host and GPU
 // =============================================================================
@@ -387,7 +446,8 @@ typedef struct kmla_decode {
 
 // Weighs parts by their lse: shards of DCP ranks, or any split of the tokens.
 // m = max lse (NaN and +-inf count as -inf), w = exp(lse - m), out = sum(w o) / sum(w),
-// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf.
+// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf. Shares of
+// parts with weight 0 are 0, whatever their payload holds, so that their sum is always the result.
 typedef struct kmla_combine {
     int32_t parts;             // 1..1024
     int32_t rows;              // R
@@ -405,8 +465,10 @@ typedef struct kmla_combine {
     int64_t out_row_stride;    // elements [H * head stride]
     int64_t out_head_stride;   // elements [512]
     int32_t out_type;          // KMLA_BF16 or KMLA_FP32
-    int32_t unused_;           // keep 0
-    uint64_t lse;              // fp32 [R][H]; 0 = not wanted
+    int32_t share;             // p + 1: only what part p adds, w o / sum(w), for a transport that
+                               // sums; part_out is then that part's own [R][H][512] and may be
+                               // out itself, if type and strides are equal [0: all parts]
+    uint64_t lse;              // fp32 [R][H], of all parts; 0 = not wanted
     int64_t lse_row_stride;    // elements [H * head stride]
     int64_t lse_head_stride;   // elements [1]
 } kmla_combine;
@@ -451,6 +513,25 @@ typedef struct kmla_query_write {
     int64_t query_row_stride_bytes;   // [H * head stride]
     int64_t query_head_stride_bytes;  // [record bytes]
 } kmla_query_write;
+
+// How parts come together:
+// ALL_TO_ALL        each rank gets its slice of out and lse of all ranks, [n][slice heads][R]...,
+//                   and combines them: out and lse of its own heads, in any layout.
+// REDUCE_SCATTER    lse of all ranks is all-gathered, [n][stored heads][R]; each rank's out becomes
+//                   its share; an element-wise sum over the ranks leaves its slice with each.
+enum { KMLA_TRANSPORT_ALL_TO_ALL = 0, KMLA_TRANSPORT_REDUCE_SCATTER = 1 };
+
+// A gather's layout as arguments. Each fills in the named addresses and all that the layout says of
+// them (counts, types, strides), and leaves the rest of *args as it is. Of a share, out's and lse's
+// strides too: out lies like part_out. Errors: ARGUMENT (NULL, an unknown transport, a rank without
+// heads that is to write or to combine its own). Any thread.
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error);
 
 // The checks that every host and GPU call makes first, usable alone: nothing is read through
 // any address. Errors: ARGUMENT (names the field), WORKSPACE, OVERFLOW. Any thread.
@@ -501,8 +582,27 @@ KMLA_API kmla_status kmla_host_write_query(const kmla_query_write* args, kmla_er
 // One object per CUDA context; not tied to a thread.
 typedef struct kmla_gpu kmla_gpu;
 
-// How the libraries are found. Zero: by name (libcuda.so.1 / nvcuda.dll; libnvrtc.so.13, .12,
-// .11.2, .so, and nvrtc64_*.dll). A handle wins over a path, a path over names.
+// Keeps compiled images from one process to the next, under keys: text of letters, digits, '_' and
+// '-' that can name a file. A key is a hash of the device source, the compiler's options,
+// its version and this header's, after the architecture and the variant in clear. Called by
+// kmla_gpu_compile and kmla_gpu_prepare on their threads, so by several at once if they are.
+// Nothing is taken on trust: what load gives is checked as any image is, and whatever is wrong with
+// it, or whatever the driver refuses, is compiled and stored again.
+#define KMLA_CACHE_KEY_BYTES 48 // room that holds every key, the final 0 included
+typedef struct kmla_cache {
+    // Returns the bytes of a key's entry, 0 if there is none, and copies them if room suffices.
+    size_t (*load)(void* user, const char* key, void* data, size_t room);
+    // Puts an entry in the place of an older one. If it fails, the next load finds none.
+    void (*store)(void* user, const char* key, const void* data, size_t bytes);
+    void* user;
+} kmla_cache;
+
+// How the libraries are found. A handle wins over a path, a path over the search:
+//   libcuda  libcuda.so.1 / nvcuda.dll, by the loader.
+//   NVRTC    libnvrtc.so.13, .12, .11.2, .so / nvrtc64_130_0.dll, ...: one that the process has
+//            loaded already; else by the loader; else in lib64 and lib (Windows: bin\x64 and bin)
+//            of CUDA_PATH, CUDA_HOME and /usr/local/cuda, toolkits and pip wheels alike. Releases
+//            newer than the driver come last.
 typedef struct kmla_gpu_desc {
     void* cuda_handle;        // of dlopen or LoadLibrary; stays the caller's
     const char* cuda_path;
@@ -511,11 +611,28 @@ typedef struct kmla_gpu_desc {
     int32_t without_nvrtc;    // 1: images come from the caller; NVRTC is not looked for
     int32_t without_cuda;     // 1: for compiling only, libcuda is not looked for; every other
                               // call on the object returns LIBRARY
+    kmla_cache cache;         // of what is compiled [none]; kmla_cache_files makes one
 } kmla_gpu_desc;
 
-// Finds the libraries and their functions. NVRTC is looked for at the first compile. Creates no
-// context, prints nothing, unloads nothing. desc may be NULL. Not for use during capture.
-// Errors: LIBRARY (lists every name tried), SYMBOL, CUDA, MEMORY.
+#ifndef KIMI_MLA_NO_FILES
+// A cache of files in a directory, for kmla_gpu_desc.cache. `directory` is not copied and must
+// outlive the objects that are opened with it. Its last folder is made if it is missing, for its
+// owner alone. A folder that exists must be this user's or root's, and nobody else may write to
+// it; one that is read-only is read. (On Windows it has the access rights of its parent.)
+// An entry is written to a file of its own, <key>.<process>.<number>.tmp, brought to disk, and
+// renamed to <key>.kmla. Processes and threads may share a directory. A killed process may leave a
+// *.tmp, which nobody reads. Any other fault of files is a miss, never an error of a later call.
+// Errors: ARGUMENT (the message says what is wrong with the directory); *cache stays as it was.
+// Any thread.
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error);
+#endif
+
+// Finds the libraries and their functions, and that NVRTC has its builtins (by a compile of
+// nothing, which takes some 10 ms). Creates no context, prints nothing, unloads nothing. desc may
+// be NULL. Not for use during capture.
+// Errors: LIBRARY (lists every name tried; a toolkit's stub of libcuda; NVRTC without its
+// builtins), SYMBOL, CUDA, MEMORY.
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error);
 
 // Describes the device of the calling thread's current context. Errors: CONTEXT, CUDA.
@@ -539,9 +656,11 @@ typedef struct kmla_log {
 } kmla_log;
 
 // Compiles the kernels of a plan, or with plan NULL the writers and the combine, for
-// device->compute_major.minor. Needs no GPU and no context. Slow (seconds). Any thread.
-// Errors: ARGUMENT, LIBRARY (also with KIMI_MLA_NO_NVRTC), SYMBOL, ARCHITECTURE (NVRTC does not
-// know the card; the message has NVRTC's version and what it knows), COMPILE, MEMORY.
+// device->compute_major.minor. Needs no GPU and no context. Slow (seconds) unless the cache has
+// it; with a log the cache is not asked, only told. Any thread.
+// Errors: ARGUMENT, LIBRARY (opened without_nvrtc, or KIMI_MLA_NO_NVRTC), ARCHITECTURE (NVRTC
+// does not know the card; the message has NVRTC's version and what it knows), COMPILE (the message
+// has the options), MEMORY.
 KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_log* log,
                                       kmla_image* image, kmla_error* error);
@@ -632,7 +751,7 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 #define KMLA_I_HOPPER_MISC_BYTES 256
 #define KMLA_I_HOPPER_LEAST_RUNS 5 // of KMLA_I_STEP_TOKENS tokens, in the ring: two steps and one
 #define KMLA_I_HOPPER_MOST_RUNS 10
-#define KMLA_I_MOST_TILE 64         // vectors of a tile, of the Hopper reader
+#define KMLA_I_MOST_TILE 56         // vectors of a tile, of the Hopper reader
 #define KMLA_I_REFERENCE_BELOW 5   // a new softmax reference is the maximum less this (log2)
 #define KMLA_I_REFERENCE_GROWTH 15 // and is kept until a score passes it by this: 2^15 fits f16
 
@@ -1132,16 +1251,16 @@ typedef struct kmla_i_tile_cost {
     double alone_us, shared_us;
 } kmla_i_tile_cost;
 static const kmla_i_tile_cost kmla_i_tiles[] = {
-    {KMLA_READER_PORTABLE, 8, 1.05, 1.60},  {KMLA_READER_PORTABLE, 16, 1.20, 1.80},
-    {KMLA_READER_PORTABLE, 32, 1.90, 2.75},
-    {KMLA_READER_HOPPER, 8, 1.00, 0.0},
-    {KMLA_READER_HOPPER, 16, 1.05, 0.0},
-    {KMLA_READER_HOPPER, 24, 1.10, 0.0},
-    {KMLA_READER_HOPPER, 32, 1.20, 0.0},
-    {KMLA_READER_HOPPER, 40, 1.30, 0.0},
-    {KMLA_READER_HOPPER, 48, 1.40, 0.0},
-    {KMLA_READER_HOPPER, 56, 1.50, 0.0},
-    {KMLA_READER_HOPPER, 64, 1.60, 0.0},
+    {KMLA_READER_PORTABLE, 8, 1.39, 2.00},
+    {KMLA_READER_PORTABLE, 16, 1.66, 2.40},
+    {KMLA_READER_PORTABLE, 32, 2.13, 4.40},
+    {KMLA_READER_HOPPER, 8, 1.36, 0.00},
+    {KMLA_READER_HOPPER, 16, 1.45, 0.00},
+    {KMLA_READER_HOPPER, 24, 1.55, 0.00},
+    {KMLA_READER_HOPPER, 32, 1.63, 0.00},
+    {KMLA_READER_HOPPER, 40, 1.83, 0.00},
+    {KMLA_READER_HOPPER, 48, 1.94, 0.00},
+    {KMLA_READER_HOPPER, 56, 1.98, 0.00},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1193,7 +1312,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 64 are allowed, and 0 for the planner's",
+                           "shape.tile is %d; multiples of 8 to 56 are allowed, and 0 for the planner's",
                            (int)shape->tile);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
@@ -1245,8 +1364,9 @@ static int32_t kmla_i_reader_shared_bytes(int32_t kv_format, int32_t tile) {
     int32_t weights = tile * (step + 8) * 2 * (bf16 ? 2 : 1);
     int32_t ratios = packed ? step * 4 * 2 : 0;
     int32_t exponents = packed ? step * 4 : 0;
+    int32_t copies = packed ? 32 * 32 : 0; // made ready
     int32_t small = KMLA_I_MISC_BYTES + tile * (16 + 4 + 8); // and ranges, factors, targets
-    return small + records + exchange + weights + ratios + exponents;
+    return small + records + exchange + weights + ratios + exponents + copies;
 }
 
 // Shared memory of a Hopper reader's block, as hopper.cuh lays it out, with a ring of `runs`.
@@ -1308,9 +1428,10 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
 
 // ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 8.0         // launch, query, first loads, last stores of a wave
-#define KMLA_I_COST_MERGE_US 1.5         // the merge
-#define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
+#define KMLA_I_COST_BLOCK_US 7.5            // launch, query, first loads, last stores of a wave
+#define KMLA_I_COST_MERGE_US 0.5            // the merge, and what it takes for each split
+#define KMLA_I_COST_MERGE_SPLIT_US 0.12
+#define KMLA_I_COST_BYTES_PER_US 3.0e6      // partials, written and read back: 3 TB/s
 #define KMLA_I_COST_READ_BYTES_PER_US 3.6e6 // records, read by all blocks together
 
 static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
@@ -1357,7 +1478,8 @@ static double kmla_i_merge_us(const kmla_plan* plan, int32_t splits) {
     double vectors = (double)plan->shape.rows * plan->shape.heads;
     double vector_bytes = KMLA_LATENT_DIMS * kmla_i_element_bytes(plan->shape.partial_type);
     double traffic_bytes = 2.0 * splits * vectors * vector_bytes;
-    return KMLA_I_COST_MERGE_US + traffic_bytes / KMLA_I_COST_BYTES_PER_US;
+    return KMLA_I_COST_MERGE_US + splits * KMLA_I_COST_MERGE_SPLIT_US +
+           traffic_bytes / KMLA_I_COST_BYTES_PER_US;
 }
 
 static double kmla_i_decode_us(const kmla_plan* plan, int32_t splits) {
@@ -1513,6 +1635,123 @@ KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan) {
     return plan ? plan->reader * 10000 + plan->shape.kv_format * 1000 + plan->tile : 0;
 }
 #endif
+
+// 1 if plan a takes less than plan b.
+static int kmla_i_is_smaller_plan(const kmla_plan* a, const kmla_plan* b) {
+    if (a->shape.rows != b->shape.rows) {
+        return a->shape.rows < b->shape.rows;
+    }
+    if (a->shape.requests != b->shape.requests) {
+        return a->shape.requests < b->shape.requests;
+    }
+    return a->shape.capacity_tokens < b->shape.capacity_tokens;
+}
+
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"count", count, 1, INT32_MAX},
+        {"requests", requests, 0, KMLA_MAX_ROWS},
+        {"rows", rows, 0, KMLA_MAX_ROWS},
+        {"tokens", tokens, 0, KMLA_MAX_CAPACITY_TOKENS},
+    };
+    kmla_status status = kmla_i_check_pointer("plans", plans, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("index", index, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    }
+    int32_t best = -1;
+    for (int32_t i = 0; status == KMLA_OK && i < count; ++i) {
+        status = kmla_i_check_pointer("plans[i]", plans[i], error);
+        if (status == KMLA_OK && plans[i]->shape.requests >= requests &&
+            plans[i]->shape.rows >= rows && plans[i]->shape.capacity_tokens >= tokens &&
+            (best < 0 || kmla_i_is_smaller_plan(plans[i], plans[best]))) {
+            best = i;
+        }
+    }
+    if (status == KMLA_OK && best < 0) {
+        status = kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                             "none of %d plans covers %d requests, %d rows and %lld tokens",
+                             (int)count, (int)requests, (int)rows, (long long)tokens);
+    }
+    if (status == KMLA_OK) {
+        *index = best;
+    }
+    return status;
+}
+
+// =============================================================================
+// >>planning   Implementation: what DCP ranks send each other
+// =============================================================================
+
+// An array [stored heads][R] of units, which lie row_stride apart in what its strides count.
+static kmla_slices kmla_i_slices(const kmla_gather* g, int64_t unit_bytes, int64_t row_stride) {
+    const int64_t head_bytes = g->desc.rows * unit_bytes;
+    kmla_slices slices;
+    slices.head_stride = g->desc.rows * row_stride;
+    slices.row_stride = row_stride;
+    slices.offset_bytes = (uint64_t)(g->first_head * head_bytes);
+    slices.slice_bytes = (uint64_t)(g->slice_heads * head_bytes);
+    slices.bytes = (uint64_t)(g->desc.stored_heads * head_bytes);
+    return slices;
+}
+
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error) {
+    kmla_gather made;
+    kmla_status status = kmla_i_check_pointer("desc", desc, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("out", out, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    memset(&made, 0, sizeof made);
+    made.desc = *desc;
+    made.desc.ranks = (int32_t)kmla_i_default(desc->ranks, 1);
+    const kmla_i_limit limits[] = {
+        {"desc.heads", desc->heads, 1, KMLA_MAX_HEADS},
+        {"desc.ranks", made.desc.ranks, 1, KMLA_MAX_SPLITS}, // as many as a combine has parts
+        {"desc.rank", desc->rank, 0, (int64_t)made.desc.ranks - 1},
+        {"desc.rows", desc->rows, 1, KMLA_MAX_ROWS},
+        {"desc.query_format", desc->query_format, 0, KMLA_QUERY_E4M3},
+        {"desc.out_type", desc->out_type, 0, KMLA_FP32},
+        {"desc.equal_slices", desc->equal_slices, 0, 1},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int32_t ranks = made.desc.ranks;
+    const int32_t share = desc->heads / ranks, longer = desc->heads % ranks;
+    const int32_t widest = share + (longer > 0);
+    made.exchanges = ranks > 1;
+    made.local_heads = share + (desc->rank < longer);
+    made.slice_heads = desc->equal_slices ? widest : made.local_heads;
+    made.first_head = desc->equal_slices
+                          ? desc->rank * widest
+                          : desc->rank * share + (int32_t)kmla_i_min(desc->rank, longer);
+    made.gathered_heads = desc->equal_slices ? ranks * widest : desc->heads;
+    made.desc.stored_heads = (int32_t)kmla_i_default(desc->stored_heads, made.gathered_heads);
+    const kmla_i_limit stored[] = {
+        {"gathered heads (desc.equal_slices)", made.gathered_heads, 1, KMLA_MAX_HEADS},
+        {"desc.stored_heads", made.desc.stored_heads, made.gathered_heads, KMLA_MAX_HEADS},
+    };
+    status = kmla_i_check_limits(stored, KMLA_I_COUNT(stored), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int64_t record_bytes = (int64_t)kmla_query_record_bytes(desc->query_format);
+    made.query = kmla_i_slices(&made, record_bytes, record_bytes);
+    made.out = kmla_i_slices(&made, KMLA_LATENT_DIMS * kmla_i_element_bytes(desc->out_type),
+                             KMLA_LATENT_DIMS);
+    made.lse = kmla_i_slices(&made, sizeof(float), 1);
+    *out = made;
+    return KMLA_OK;
+}
 
 // =============================================================================
 // >>arguments   Implementation: what checks of arguments are made of
@@ -1870,7 +2109,7 @@ KMLA_API kmla_status kmla_check_combine(const kmla_combine* args, kmla_error* er
         {"args.rows", c.rows, 1, KMLA_MAX_ROWS},
         {"args.heads", c.heads, 1, KMLA_MAX_HEADS},
         {"args.part_type", c.part_type, 0, KMLA_FP32},
-        {"args.unused_", c.unused_, 0, 0},
+        {"args.share", c.share, 0, c.parts},
     };
     const kmla_i_address addresses[] = {
         {"args.part_out", c.part_out, KMLA_I_RECORD_ALIGNMENT, 1},
@@ -1999,6 +2238,96 @@ KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_e
     int64_t record_bytes = (int64_t)kmla_query_record_bytes(w.query_format);
     return status != KMLA_OK ? status
                              : kmla_i_check_apart(&strides[2], &strides[3], record_bytes, error);
+}
+
+// =============================================================================
+// >>arguments   Implementation: a gather's layout as arguments
+// =============================================================================
+
+static kmla_status kmla_i_check_gather(const kmla_gather* gather, const void* args,
+                                       kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("gather", gather, error);
+    return status != KMLA_OK ? status : kmla_i_check_pointer("args", args, error);
+}
+
+static kmla_status kmla_i_check_own_heads(const kmla_gather* gather, kmla_error* error) {
+    const kmla_i_limit limit = {"gather.local_heads", gather->local_heads, 1, KMLA_MAX_HEADS};
+    return kmla_i_check_limits(&limit, 1, error);
+}
+
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status == KMLA_OK) {
+        args->rows = gather->desc.rows;
+        args->heads = gather->local_heads;
+        args->query_format = gather->desc.query_format;
+        args->query = query + gather->query.offset_bytes;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        args->query = query;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+        args->out = out;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->out_type = gather->desc.out_type;
+        args->lse = lse;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error) {
+    const kmla_i_limit limit = {"transport", transport, 0, KMLA_TRANSPORT_REDUCE_SCATTER};
+    const int shares = transport == KMLA_TRANSPORT_REDUCE_SCATTER;
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(&limit, 1, error);
+    }
+    if (status == KMLA_OK && !shares) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    // Parts are whole arrays of all heads, or everybody's slices of this rank's.
+    const int32_t part_heads = shares ? gather->desc.stored_heads : gather->slice_heads;
+    args->parts = gather->desc.ranks;
+    args->rows = gather->desc.rows;
+    args->heads = shares ? gather->gathered_heads : gather->local_heads;
+    args->part_type = gather->desc.out_type;
+    args->share = shares ? gather->desc.rank + 1 : 0;
+    args->part_out = part_out;
+    args->part_out_stride = part_heads * gather->out.head_stride;
+    args->part_row_stride = gather->out.row_stride;
+    args->part_head_stride = gather->out.head_stride;
+    args->part_lse = part_lse;
+    args->part_lse_stride = part_heads * gather->lse.head_stride;
+    args->part_lse_row_stride = gather->lse.row_stride;
+    args->part_lse_head_stride = gather->lse.head_stride;
+    if (shares) {
+        args->out_type = gather->desc.out_type;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return KMLA_OK;
 }
 
 // =============================================================================
@@ -2385,7 +2714,8 @@ static void kmla_i_store_result(const kmla_combine* parts, int64_t row, int64_t 
     }
 }
 
-// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read.
+// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read. For a
+// share all weights count, but only its own part's payload.
 static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t head,
                                int32_t rule) {
     float maximum = -INFINITY;
@@ -2401,16 +2731,16 @@ static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t h
     for (int32_t part = 0; part < parts->parts; part++) {
         const float lse = kmla_i_part_lse(parts, part, row, head, rule);
         const float weight = lse == -INFINITY ? 0.0f : expf(lse - maximum);
-        if (weight == 0.0f) {
+        total += weight;
+        if (weight == 0.0f || (parts->share && part != parts->share - 1)) {
             continue;
         }
-        const int64_t at = part * parts->part_out_stride + row * parts->part_row_stride +
-                           head * parts->part_head_stride;
+        const int64_t at = (parts->share ? 0 : part * parts->part_out_stride) +
+                           row * parts->part_row_stride + head * parts->part_head_stride;
         float payload[KMLA_LATENT_DIMS];
         kmla_i_load_array(
             kmla_i_at(parts->part_out, at * kmla_i_element_bytes(parts->part_type)),
             parts->part_type, KMLA_LATENT_DIMS, payload);
-        total += weight;
         for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
             out[d] += weight * payload[d];
         }
@@ -2891,7 +3221,7 @@ KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* 
         int64_t part_out_stride, part_row_stride, part_head_stride;                               \
         int64_t part_lse_stride, part_lse_row_stride, part_lse_head_stride;                       \
         int64_t out_row_stride, out_head_stride, lse_row_stride, lse_head_stride;                 \
-        int32_t parts, rows, heads, part_type, out_type;                                          \
+        int32_t parts, rows, heads, part_type, out_type, share;                                   \
     };                                                                                            \
     struct kmla_i_kv_write_args {                                                                 \
         uint64_t latent, rope, slots, kv, kv_slots, page_pitch;                                   \
@@ -2978,6 +3308,9 @@ typedef long long(__stdcall* kmla_i_windows_function)(void);
 typedef int(__stdcall* kmla_i_windows_function)(void);
 #endif
 __declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
+__declspec(dllimport) struct HINSTANCE__* __stdcall GetModuleHandleA(const char* name);
+__declspec(dllimport) int __stdcall MoveFileExA(const char* from, const char* to,
+                                                unsigned long flags);
 __declspec(dllimport) kmla_i_windows_function __stdcall GetProcAddress(
     struct HINSTANCE__* library, const char* name);
 #ifdef __cplusplus
@@ -3015,9 +3348,19 @@ typedef struct kmla_i_launch_config {
 #define KMLA_I_FUNCTION_DYNAMIC_SHARED 8
 #define KMLA_I_LAUNCH_PROGRAMMATIC 6     // programmatic stream serialization
 #define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
+#define KMLA_I_RESOURCE_SM 1             // of cuCtxGetDevResource
+#define KMLA_I_STUB_LIBRARY 34
 #define KMLA_I_CAPTURE_IMPLICIT 906
 #define KMLA_I_NVRTC_BUILTINS_FAILED 7
 #define KMLA_I_NVRTC_HOPPER 12000 // the first release that knows sm_90a
+
+// What cuCtxGetDevResource fills.
+typedef struct kmla_i_resource {
+    int32_t type;
+    char padding[92];
+    uint32_t multiprocessors;
+    char room[156]; // 44 of them are in use with CUDA 13
+} kmla_i_resource;
 
 // X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
 #define KMLA_I_CUDA_FUNCTIONS(X)                                                                   \
@@ -3030,6 +3373,8 @@ typedef struct kmla_i_launch_config {
     X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                                \
     X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                 \
     X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                   \
+    X(int, context_resource, "cuCtxGetDevResource", 0,                                             \
+      (void* context, kmla_i_resource* resource, int type))                                        \
     X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))   \
     X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                 \
     X(int, module_unload, "cuModuleUnload", 1, (void* module))                                     \
@@ -3108,9 +3453,9 @@ struct kmla_gpu {
     int32_t driver_version;
     int32_t without_cuda;
     int32_t without_nvrtc;
-    void* nvrtc_handle;
-    char* nvrtc_path; // lies behind the struct, in the same allocation
-    void* context;    // of the first prepare, else NULL
+    kmla_i_nvrtc nvrtc;
+    kmla_cache cache;
+    void* context; // of the first prepare, else NULL
     unsigned long long context_id;
     kmla_device device; // of that context
     kmla_i_support support;
@@ -3141,12 +3486,14 @@ typedef struct kmla_i_text {
 } kmla_i_text;
 
 static void kmla_i_text_add(kmla_i_text* text, const char* more) {
-    for (; *more; ++more, ++text->length) {
-        if (text->length + 1 < text->room) {
-            text->data[text->length] = *more;
-            text->data[text->length + 1] = 0;
-        }
+    const size_t bytes = strlen(more);
+    if (text->length + 1 < text->room) {
+        const size_t room = text->room - text->length - 1;
+        const size_t kept = bytes < room ? bytes : room;
+        memcpy(text->data + text->length, more, kept);
+        text->data[text->length + kept] = 0;
     }
+    text->length += bytes;
 }
 
 // Both strings, one after the other; cut off where the room ends.
@@ -3188,10 +3535,9 @@ static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, cons
 
 #if defined(_WIN32)
 #define KMLA_I_CUDA_NAME "nvcuda.dll"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL }
 
 static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
+static const char* kmla_i_library_fault(void) { return "LoadLibrary failed"; }
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     struct HINSTANCE__* handle = (struct HINSTANCE__*)library;
@@ -3201,10 +3547,14 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 }
 #else
 #define KMLA_I_CUDA_NAME "libcuda.so.1"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so", NULL }
 
 static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
+
+// Why the last kmla_i_library_open failed.
+static const char* kmla_i_library_fault(void) {
+    const char* fault = dlerror();
+    return fault ? fault : "no reason is known";
+}
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     void* symbol = dlsym(library, name); // copied, as C knows no cast to a function pointer
@@ -3220,16 +3570,43 @@ static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
     return kmla_i_fail_library(error, KMLA_ERROR_SYMBOL, library, message);
 }
 
+// A library that cannot be opened by the path that the caller gave.
+static kmla_status kmla_i_fail_path(kmla_error* error, const char* argument, const char* path) {
+    char message[512];
+    snprintf(message, sizeof message, "%s cannot be opened: %s", argument, kmla_i_library_fault());
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, path, message);
+}
+
 #define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                              \
     if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                  \
         return kmla_i_missing_symbol(error, name, symbol);                                         \
     }
 
+// cuInit is once a process, and creates no context.
+static kmla_status kmla_i_cuda_init(const kmla_gpu* gpu, kmla_error* error) {
+    int result = gpu->cuda.init(0);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuInit", result);
+    if (result == KMLA_I_STUB_LIBRARY) {
+        kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, gpu->cuda_library,
+                            "this libcuda is the stub that a CUDA toolkit has for linking, not a "
+                            "driver: a stubs folder is in the loader's search path, or the "
+                            "driver's own libcuda is not");
+        if (error) {
+            error->cuda_result = result;
+        }
+        return KMLA_ERROR_LIBRARY;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
 static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
     kmla_i_cuda* functions = &gpu->cuda;
     char* name = gpu->cuda_library;
     void* library = desc->cuda_handle;
-    int result, version = 0;
+    int version = 0;
     if (library) {
         kmla_i_text_join(name, sizeof gpu->cuda_library, "the caller's CUDA handle", "");
     } else {
@@ -3237,23 +3614,281 @@ static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, km
         kmla_i_text_join(name, sizeof gpu->cuda_library, path, "");
         library = kmla_i_library_open(path);
     }
+    if (!library && desc->cuda_path) {
+        return kmla_i_fail_path(error, "cuda_path", name);
+    }
     if (!library) {
         return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name,
-                                   desc->cuda_path
-                                       ? "cuda_path cannot be opened"
-                                       : "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME);
+                                   "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME
+                                   " in the loader's search path");
     }
     KMLA_I_CUDA_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
     if (functions->driver_version(&version) == 0) {
         gpu->driver_version = version;
     }
-    result = functions->init(0); // once a process; creates no context
-    return result ? kmla_i_fail_cuda(gpu, error, "cuInit", result) : KMLA_OK;
+    return kmla_i_cuda_init(gpu, error);
 }
 
+// -----------------------------------------------------------------------------
+// Libraries: NVRTC
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_NVRTC
+
+// The first line of a log that speaks of an error, else its first line.
+static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
+    const char* start = strstr(log, "error");
+    size_t length;
+    if (!start) {
+        start = log;
+    }
+    while (start > log && start[-1] != '\n') {
+        --start;
+    }
+    length = strcspn(start, "\n");
+    if (length >= room) {
+        length = room - 1;
+    }
+    memcpy(line, start, length);
+    line[length] = 0;
+}
+
+static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                     kmla_status status, int result, const char* message) {
+    kmla_i_fail_library(error, status, nvrtc->library, message);
+    if (error) {
+        error->nvrtc_result = result;
+        error->nvrtc_version = nvrtc->release;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                          kmla_status status, const char* call, int result) {
+    char message[256];
+    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
+             result);
+    return kmla_i_fail_nvrtc(nvrtc, error, status, result, message);
+}
+
+// The names of NVRTC and the first release of CUDA that has them; 0 is any. Newest first.
+typedef struct kmla_i_nvrtc_name {
+    const char* name;
+    int32_t release;
+} kmla_i_nvrtc_name;
+
+static const kmla_i_nvrtc_name kmla_i_nvrtc_names[] = {
+#if defined(_WIN32)
+    {"nvrtc64_130_0.dll", 13000}, {"nvrtc64_120_0.dll", 12000}, {"nvrtc64_112_0.dll", 11020}
+#else
+    {"libnvrtc.so.13", 13000},   {"libnvrtc.so.12", 12000},
+    {"libnvrtc.so.11.2", 11020}, {"libnvrtc.so", 0},
+#endif
+};
+
+// Where NVRTC is looked for after the loader's own folders: below these roots.
+typedef struct kmla_i_nvrtc_place {
+    const char* variable; // of the environment, NULL: below is the whole path
+    const char* below;
+} kmla_i_nvrtc_place;
+
+static const kmla_i_nvrtc_place kmla_i_nvrtc_places[] = {
+#if defined(_WIN32)
+    {"CUDA_PATH", "\\bin\\x64\\"}, {"CUDA_PATH", "\\bin\\"},
+    {"CUDA_HOME", "\\bin\\x64\\"}, {"CUDA_HOME", "\\bin\\"},
+#else
+    {"CUDA_PATH", "/lib64/"}, {"CUDA_PATH", "/lib/"}, // lib64: toolkits; lib: pip wheels
+    {"CUDA_HOME", "/lib64/"}, {"CUDA_HOME", "/lib/"},
+    {NULL, "/usr/local/cuda/lib64/"},
+#endif
+};
+
+#define KMLA_I_FOLDER_BYTES 1000
+
+// The folder of a place with its last slash, "" if its variable is not set or far too long.
+static void kmla_i_nvrtc_folder(const kmla_i_nvrtc_place* place, char* folder) {
+    const char* root = place->variable ? getenv(place->variable) : "";
+    folder[0] = 0;
+    if (root && (root[0] || !place->variable) &&
+        strlen(root) + strlen(place->below) < KMLA_I_FOLDER_BYTES) {
+        kmla_i_text_join(folder, KMLA_I_FOLDER_BYTES, root, place->below);
+    }
+}
+
+// Opens the first of NVRTC's names in a folder ("" is the loader's own). `newer` 0 takes releases
+// that the driver's CUDA has too (all, if that is not known), 1 the others.
+static void* kmla_i_nvrtc_open_in(const char* folder, int newer, int32_t driver_version,
+                                  char* name, size_t room) {
+    char path[KMLA_I_FOLDER_BYTES + 24]; // the longest name has 17
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        int is_newer = driver_version && kmla_i_nvrtc_names[i].release > driver_version;
+        if (is_newer == newer) {
+            kmla_i_text_join(path, sizeof path, folder, kmla_i_nvrtc_names[i].name);
+            kmla_i_text_join(name, room, path, "");
+            library = kmla_i_library_open(path);
+        }
+    }
+    return library;
+}
+
+// A library that the process has, from wherever it came.
+static void* kmla_i_library_loaded(const char* name) {
+#if defined(_WIN32)
+    return (void*)GetModuleHandleA(name);
+#elif defined(RTLD_NOLOAD)
+    return dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+#else
+    (void)name;
+    return NULL;
+#endif
+}
+
+static void* kmla_i_nvrtc_loaded(char* name, size_t room) {
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        kmla_i_text_join(name, room, kmla_i_nvrtc_names[i].name, "");
+        library = kmla_i_library_loaded(name);
+    }
+    return library;
+}
+
+static void* kmla_i_nvrtc_search(int32_t driver_version, char* name, size_t room) {
+    void* library = kmla_i_nvrtc_loaded(name, room);
+    int newer;
+    int32_t i;
+    for (newer = 0; newer < 2 && !library; ++newer) {
+        library = kmla_i_nvrtc_open_in("", newer, driver_version, name, room);
+        for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places) && !library; ++i) {
+            char folder[KMLA_I_FOLDER_BYTES];
+            kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+            if (folder[0]) {
+                library = kmla_i_nvrtc_open_in(folder, newer, driver_version, name, room);
+            }
+        }
+    }
+    return library;
+}
+
+// Every name and every folder that kmla_i_nvrtc_search tries.
+static kmla_status kmla_i_nvrtc_not_found(kmla_error* error) {
+    char message[sizeof error->message] = "";
+    kmla_i_text text = {message, sizeof message, 0};
+    int32_t i;
+    kmla_i_text_add(&text, "NVRTC was not found; tried");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names); ++i) {
+        kmla_i_text_add(&text, i ? ", " : " ");
+        kmla_i_text_add(&text, kmla_i_nvrtc_names[i].name);
+    }
+    kmla_i_text_add(&text, " in the loader's search path");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places); ++i) {
+        char folder[KMLA_I_FOLDER_BYTES];
+        kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+        if (folder[0]) {
+            kmla_i_text_add(&text, ", ");
+            kmla_i_text_add(&text, folder);
+        }
+    }
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
+}
+
+// Gives the log to the caller, and a refusal's first line to the error.
+static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
+                                     const char* options, const kmla_log* log,
+                                     kmla_error* error) {
+    size_t bytes = 0;
+    char* text = NULL;
+    char line[320];
+    char message[sizeof error->message];
+    const char* call = "nvrtcGetProgramLogSize";
+    int result = nvrtc->log_bytes(program, &bytes);
+    if (result == 0 && bytes > 1) {
+        text = (char*)KMLA_MALLOC(bytes);
+        if (!text) {
+            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
+        }
+        call = "nvrtcGetProgramLog";
+        result = nvrtc->log(program, text);
+    }
+    if (result == 0 && text && log && log->write) {
+        log->write(log->user, text);
+    }
+    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
+    KMLA_FREE(text);
+    if (compile_result == 0) {
+        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, call, result)
+                      : KMLA_OK;
+    }
+    snprintf(message, sizeof message, "nvrtcCompileProgram of NVRTC %d.%d failed: %s: %s%s%s",
+             nvrtc->release / 1000, nvrtc->release % 1000 / 10,
+             nvrtc->error_string(compile_result), line, options[0] ? "; options " : "", options);
+    return kmla_i_fail_nvrtc(nvrtc, error,
+                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
+                                                                            : KMLA_ERROR_COMPILE,
+                             compile_result, message);
+}
+
+// NVRTC looks for its second library, the builtins, when it first compiles. A text that it must
+// refuse has it do so now.
+static kmla_status kmla_i_check_builtins(const kmla_i_nvrtc* nvrtc, kmla_error* error) {
+    void* program = NULL;
+    kmla_status status = KMLA_OK;
+    int result = nvrtc->create(&program, "#error", "builtins.cu", 0, NULL, NULL);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_LIBRARY, "nvrtcCreateProgram",
+                                      result);
+    }
+    result = nvrtc->compile(program, 0, NULL);
+    if (result == KMLA_I_NVRTC_BUILTINS_FAILED) {
+        status = kmla_i_report_log(nvrtc, program, result, "", NULL, error);
+    }
+    nvrtc->destroy(&program);
+    return status;
+}
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    kmla_i_nvrtc* functions = &gpu->nvrtc;
+    char* name = functions->library;
+    int major = 0, minor = 0, result;
+    void* library = desc->nvrtc_handle;
+    if (library) {
+        kmla_i_text_join(name, sizeof functions->library, "the caller's NVRTC handle", "");
+    } else if (desc->nvrtc_path) {
+        kmla_i_text_join(name, sizeof functions->library, desc->nvrtc_path, "");
+        library = kmla_i_library_open(desc->nvrtc_path);
+    } else {
+        library =
+            kmla_i_nvrtc_search(gpu->driver_version, name, sizeof functions->library);
+    }
+    if (!library) {
+        return desc->nvrtc_path ? kmla_i_fail_path(error, "nvrtc_path", name)
+                                : kmla_i_nvrtc_not_found(error);
+    }
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    result = functions->version(&major, &minor);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(functions, error, KMLA_ERROR_LIBRARY, "nvrtcVersion", result);
+    }
+    functions->release = major * 1000 + minor * 10;
+    return kmla_i_check_builtins(functions, error);
+}
+
+#else // KIMI_MLA_NO_NVRTC
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    (void)desc, (void)gpu, (void)error;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_NVRTC
+
+// -----------------------------------------------------------------------------
+// Open
+// -----------------------------------------------------------------------------
+
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error) {
-    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0};
-    size_t path_bytes;
+    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0, {NULL, NULL, NULL}};
     kmla_gpu* opened;
     kmla_status status = KMLA_OK;
     if (!gpu) {
@@ -3262,21 +3897,22 @@ KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, km
     if (!desc) {
         desc = &defaults;
     }
-    path_bytes = desc->nvrtc_path ? strlen(desc->nvrtc_path) + 1 : 0;
-    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened + path_bytes);
+    if (!desc->cache.load != !desc->cache.store) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "cache.load and cache.store go together");
+    }
+    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened);
     if (!opened) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the GPU object");
     }
     memset(opened, 0, sizeof *opened);
     opened->without_cuda = desc->without_cuda;
     opened->without_nvrtc = desc->without_nvrtc;
-    opened->nvrtc_handle = desc->nvrtc_handle;
-    if (desc->nvrtc_path) {
-        opened->nvrtc_path = (char*)(opened + 1);
-        memcpy(opened->nvrtc_path, desc->nvrtc_path, path_bytes);
-    }
+    opened->cache = desc->cache;
     if (!desc->without_cuda) {
         status = kmla_i_cuda_open(desc, opened, error);
+    }
+    if (status == KMLA_OK && !desc->without_nvrtc) {
+        status = kmla_i_nvrtc_open(desc, opened, error);
     }
     if (status != KMLA_OK) {
         KMLA_FREE(opened);
@@ -3314,8 +3950,19 @@ static kmla_status kmla_i_current_context(const kmla_gpu* gpu, void** context, k
     return KMLA_OK;
 }
 
-static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* device,
-                                            kmla_error* error) {
+// A green context has some of the card's SMs. If the driver does not say, the card's count stays.
+static void kmla_i_count_multiprocessors(const kmla_gpu* gpu, void* context, int32_t* count) {
+    kmla_i_resource resource;
+    memset(&resource, 0, sizeof resource);
+    if (gpu->cuda.context_resource && // else the driver is older than 12.4: no green contexts
+        gpu->cuda.context_resource(context, &resource, KMLA_I_RESOURCE_SM) == 0 &&
+        resource.multiprocessors > 0) {
+        *count = (int32_t)resource.multiprocessors;
+    }
+}
+
+static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, void* context,
+                                            kmla_device* device, kmla_error* error) {
     static const int attributes[] = {KMLA_I_DEVICE_COMPUTE_MAJOR, KMLA_I_DEVICE_COMPUTE_MINOR,
                                      KMLA_I_DEVICE_MULTIPROCESSORS, KMLA_I_DEVICE_SHARED_BYTES,
                                      KMLA_I_DEVICE_SHARED_BYTES_SM}; // in kmla_device's order
@@ -3334,6 +3981,7 @@ static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* de
     device->compute_major = values[0];
     device->compute_minor = values[1];
     device->multiprocessors = values[2];
+    kmla_i_count_multiprocessors(gpu, context, &device->multiprocessors);
     device->shared_bytes = values[3];
     device->shared_bytes_sm = values[4];
     return KMLA_OK;
@@ -3346,7 +3994,7 @@ KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_er
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "device is NULL");
     }
     status = kmla_i_current_context(gpu, &context, error);
-    return status == KMLA_OK ? kmla_i_device_of_context(gpu, device, error) : status;
+    return status == KMLA_OK ? kmla_i_device_of_context(gpu, context, device, error) : status;
 }
 
 // -----------------------------------------------------------------------------
@@ -3568,134 +4216,9 @@ static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* 
 }
 
 // -----------------------------------------------------------------------------
-// NVRTC: find it, give it the device source, take its CUBIN
+// Compile: give NVRTC the device source, take its CUBIN
 // -----------------------------------------------------------------------------
 #ifndef KIMI_MLA_NO_NVRTC
-
-// The first line of a log that speaks of an error, else its first line.
-static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
-    const char* start = strstr(log, "error");
-    size_t length;
-    if (!start) {
-        start = log;
-    }
-    while (start > log && start[-1] != '\n') {
-        --start;
-    }
-    length = strcspn(start, "\n");
-    if (length >= room) {
-        length = room - 1;
-    }
-    memcpy(line, start, length);
-    line[length] = 0;
-}
-
-static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                     kmla_status status, int result, const char* message) {
-    kmla_i_fail_library(error, status, nvrtc->library, message);
-    if (error) {
-        error->nvrtc_result = result;
-        error->nvrtc_version = nvrtc->release;
-    }
-    return status;
-}
-
-static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                          const char* call, int result) {
-    char message[256];
-    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
-             result);
-    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
-}
-
-// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
-#define KMLA_I_NVRTC_FOLDER_COUNT 3
-static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
-#if defined(_WIN32)
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
-    const char* root = getenv(variables[index]);
-#else
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
-    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
-#endif
-    folder[0] = 0;
-    if (root && root[0]) {
-        kmla_i_text_join(folder, room, root, below[index]);
-    }
-}
-
-// Opens a handle, else a path, else the names. Writes what it was opened by.
-static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
-    static const char* const names[] = KMLA_I_NVRTC_NAMES;
-    char message[sizeof error->message];
-    kmla_i_text text = {message, sizeof message, 0};
-    int folder, i;
-    void* library;
-    if (gpu->nvrtc_handle) {
-        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
-        return gpu->nvrtc_handle;
-    }
-    if (gpu->nvrtc_path) {
-        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
-        library = kmla_i_library_open(gpu->nvrtc_path);
-        if (!library) {
-            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
-        }
-        return library;
-    }
-    message[0] = 0;
-    kmla_i_text_add(&text, "NVRTC was not found; tried");
-    for (i = 0; names[i]; ++i) {
-        kmla_i_text_add(&text, i ? ", " : " ");
-        kmla_i_text_add(&text, names[i]);
-    }
-    kmla_i_text_add(&text, " in the loader's search path");
-    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
-        char path[256] = "";
-        if (folder >= 0) {
-            kmla_i_nvrtc_folder(folder, path, sizeof path);
-            if (!path[0]) {
-                continue;
-            }
-            kmla_i_text_add(&text, ", ");
-            kmla_i_text_add(&text, path);
-        }
-        for (i = 0; names[i]; ++i) {
-            kmla_i_text_join(name, room, path, names[i]);
-            library = kmla_i_library_open(name);
-            if (library) {
-                return library;
-            }
-        }
-    }
-    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
-    return NULL;
-}
-
-// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
-static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
-                                     kmla_error* error) {
-    char* name = functions->library;
-    int major = 0, minor = 0, result;
-    void* library;
-    if (gpu->without_nvrtc) {
-        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
-                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
-    }
-    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
-    if (!library) {
-        return KMLA_ERROR_LIBRARY;
-    }
-    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
-    result = functions->version(&major, &minor);
-    functions->release = major * 1000 + minor * 10;
-    if (result != 0) {
-        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
-    }
-    return KMLA_OK;
-}
 
 // Facts, the first file (it has the integer types), the argument structs, all other files.
 static void kmla_i_add_device_source(kmla_i_text* text) {
@@ -3750,11 +4273,14 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
     char message[sizeof error->message];
     kmla_i_text text = {message, sizeof message, 0};
     int result = nvrtc->architecture_count(&count);
-    if (result == 0 && count <= (int)(sizeof known / sizeof known[0])) {
-        result = nvrtc->architectures(known);
+    if (result != 0 || count > KMLA_I_COUNT(known)) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE,
+                                      "nvrtcGetNumSupportedArchs", result);
     }
+    result = nvrtc->architectures(known);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetSupportedArchs", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetSupportedArchs",
+                                      result);
     }
     if (kmla_i_architecture_suffix(plan) && nvrtc->release < KMLA_I_NVRTC_HOPPER) {
         snprintf(message, sizeof message,
@@ -3777,38 +4303,6 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
         kmla_i_text_add(&text, name);
     }
     return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_ARCHITECTURE, 0, message);
-}
-
-// Gives the log to the caller, and a refusal's first line to the error.
-static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
-                                     const kmla_log* log, kmla_error* error) {
-    size_t bytes = 0;
-    char* text = NULL;
-    char line[512];
-    char message[sizeof error->message];
-    int result = nvrtc->log_bytes(program, &bytes);
-    if (result == 0 && bytes > 1) {
-        text = (char*)KMLA_MALLOC(bytes);
-        if (!text) {
-            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
-        }
-        result = nvrtc->log(program, text);
-    }
-    if (result == 0 && text && log && log->write) {
-        log->write(log->user, text);
-    }
-    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
-    KMLA_FREE(text);
-    if (compile_result == 0) {
-        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetProgramLog", result)
-                      : KMLA_OK;
-    }
-    snprintf(message, sizeof message, "nvrtcCompileProgram failed: %s: %s",
-             nvrtc->error_string(compile_result), line);
-    return kmla_i_fail_nvrtc(nvrtc, error,
-                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
-                                                                            : KMLA_ERROR_COMPILE,
-                             compile_result, message);
 }
 
 static void kmla_i_write_little(unsigned char** to, uint64_t value, int bytes) {
@@ -3843,7 +4337,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     unsigned char* data;
     int result = nvrtc->cubin_bytes(program, &bytes);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBINSize", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBINSize",
+                                      result);
     }
     data = (unsigned char*)KMLA_MALLOC(KMLA_I_IMAGE_HEAD_BYTES + bytes);
     if (!data) {
@@ -3852,7 +4347,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     result = nvrtc->cubin(program, (char*)data + KMLA_I_IMAGE_HEAD_BYTES);
     if (result != 0) {
         KMLA_FREE(data);
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBIN", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBIN",
+                                      result);
     }
     head.cubin_bytes = bytes;
     kmla_i_write_image_head(&head, data, KMLA_I_IMAGE_HEAD_BYTES + bytes);
@@ -3864,46 +4360,73 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     return KMLA_OK;
 }
 
-// Compiles source text for one architecture. The options are the whole difference of variants.
-static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
-                                       const kmla_plan* plan, const kmla_device* device,
-                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
-    char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
-    const char* options[12];
-    int hopper = plan && plan->reader == KMLA_READER_HOPPER;
-    int count = 0, result;
-    void* program = NULL;
-    kmla_status status;
+// What a compile is told. The options are the whole difference of variants.
+typedef struct kmla_i_options {
+    char text[10][48];
+    const char* list[11]; // of text; one more for what only changes the log
+    int count;
+} kmla_i_options;
+
+static void kmla_i_add_option(kmla_i_options* options, const char* text) {
+    char* kept = options->text[options->count];
+    kmla_i_text_join(kept, sizeof options->text[0], text, "");
+    options->list[options->count++] = kept;
+}
+
+static void kmla_i_add_define(kmla_i_options* options, const char* name, int32_t value) {
+    char text[48];
+    snprintf(text, sizeof text, "-D%s=%d", name, (int)value);
+    kmla_i_add_option(options, text);
+}
+
+static void kmla_i_compile_options(const kmla_plan* plan, const kmla_device* device,
+                                   kmla_i_options* options) {
+    char architecture[48];
+    options->count = 0;
     snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d%s",
              (int)device->compute_major, (int)device->compute_minor,
              kmla_i_architecture_suffix(plan) ? "a" : "");
-    options[count++] = architecture;
-    options[count++] = "--std=c++17";
-    options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
-    if (log) {
-        options[count++] = "--ptxas-options=-v"; // registers, spills and shared memory
-    }
+    kmla_i_add_option(options, architecture);
+    kmla_i_add_option(options, "--std=c++17");
+    // Else what is fused, and so bits, would vary with the tile.
+    kmla_i_add_option(options, "--fmad=false");
     if (plan) {
-        snprintf(kv_format, sizeof kv_format, "-DKMLA_KV_FORMAT=%d", (int)plan->shape.kv_format);
-        snprintf(tile, sizeof tile, "-DKMLA_TILE=%d", (int)plan->tile);
-        snprintf(resident, sizeof resident, "-DKMLA_RESIDENT=%d", (int)plan->resident);
-        snprintf(stages, sizeof stages, "-DKMLA_STAGES=%d", (int)plan->stages);
-        snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
-        if (hopper) {
-            options[count++] = "-DKMLA_HOPPER";
+        if (plan->reader == KMLA_READER_HOPPER) {
+            kmla_i_add_option(options, "-DKMLA_HOPPER");
         }
-        options[count++] = kv_format;
-        options[count++] = tile;
-        options[count++] = resident;
-        options[count++] = stages;
-        options[count++] = shared;
+        kmla_i_add_define(options, "KMLA_KV_FORMAT", plan->shape.kv_format);
+        kmla_i_add_define(options, "KMLA_TILE", plan->tile);
+        kmla_i_add_define(options, "KMLA_RESIDENT", plan->resident);
+        kmla_i_add_define(options, "KMLA_STAGES", plan->stages);
+        kmla_i_add_define(options, "KMLA_SHARED_BYTES", plan->shared_bytes);
+    }
+}
+
+// Compiles source text for one architecture.
+static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
+                                       const kmla_plan* plan, const kmla_device* device,
+                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
+    kmla_i_options options;
+    char said[sizeof options.text] = "";
+    kmla_i_text text = {said, sizeof said, 0};
+    void* program = NULL;
+    kmla_status status;
+    int result, i;
+    kmla_i_compile_options(plan, device, &options);
+    if (log) {
+        options.list[options.count++] = "--ptxas-options=-v"; // registers, spills, shared memory
+    }
+    for (i = 0; i < options.count; ++i) {
+        kmla_i_text_add(&text, i ? " " : "");
+        kmla_i_text_add(&text, options.list[i]);
     }
     result = nvrtc->create(&program, source, "kimi_mla.cu", 0, NULL, NULL);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcCreateProgram", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcCreateProgram",
+                                      result);
     }
-    result = nvrtc->compile(program, count, options);
-    status = kmla_i_report_log(nvrtc, program, result, log, error);
+    result = nvrtc->compile(program, options.count, options.list);
+    status = kmla_i_report_log(nvrtc, program, result, said, log, error);
     if (status == KMLA_OK) {
         status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);
     }
@@ -3923,30 +4446,12 @@ static kmla_status kmla_i_check_reader_runs(const kmla_plan* plan, const kmla_de
     return KMLA_OK;
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    kmla_i_nvrtc nvrtc;
-    kmla_image made;
-    kmla_status status;
+static kmla_status kmla_i_compile(const kmla_gpu* gpu, const kmla_plan* plan,
+                                  const kmla_device* device, const kmla_log* log,
+                                  kmla_image* image, kmla_error* error) {
     size_t source_bytes = 0;
     char* source;
-    if (!gpu || !device || !image) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
-                           !gpu      ? "gpu"
-                           : !device ? "device"
-                                     : "image");
-    }
-    status = kmla_i_check_plan_or_null(plan, error);
-    if (status == KMLA_OK) {
-        status = kmla_i_check_reader_runs(plan, device, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_check_architecture(&nvrtc, plan, device, error);
-    }
+    kmla_status status = kmla_i_check_architecture(&gpu->nvrtc, plan, device, error);
     if (status != KMLA_OK) {
         return status;
     }
@@ -3955,14 +4460,86 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
     if (!source) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the device source");
     }
-    memset(&made, 0, sizeof made);
     status = kmla_device_source(source, &source_bytes, error);
     if (status == KMLA_OK) {
-        status = kmla_i_compile_text(&nvrtc, source, plan, device, log, &made, error);
+        status = kmla_i_compile_text(&gpu->nvrtc, source, plan, device, log, image, error);
     }
     KMLA_FREE(source);
-    if (status == KMLA_OK) {
-        *image = made;
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of images: the caller's two functions, or the files further down
+// -----------------------------------------------------------------------------
+
+#define KMLA_I_MOST_IMAGE_BYTES ((size_t)1 << 28) // more is no image but a fault
+
+// What decides about an image's bytes, hashed: version, source, NVRTC, and the options with the
+// architecture. Architecture and variant come first in clear, for who looks at a list of keys.
+static void kmla_i_cache_key(const kmla_i_image_head* head, int32_t nvrtc_release,
+                             const kmla_i_options* options, char* key) {
+    char facts[64];
+    uint64_t hash;
+    int i;
+    snprintf(facts, sizeof facts, "%d %016llx %d", (int)head->version,
+             (unsigned long long)head->source_hash, (int)nvrtc_release);
+    hash = kmla_i_hash(KMLA_I_HASH_START, facts, strlen(facts) + 1);
+    for (i = 0; i < options->count; ++i) { // each with its final 0
+        hash = kmla_i_hash(hash, options->list[i], strlen(options->list[i]) + 1);
+    }
+    snprintf(key, KMLA_CACHE_KEY_BYTES, "sm_%d%d%s-%d-%016llx", (int)head->compute_major,
+             (int)head->compute_minor, head->suffix ? "a" : "", (int)head->variant,
+             (unsigned long long)hash);
+}
+
+// 1 and an image of the plan for this device, or 0: nothing is there, or nothing that is right.
+static int kmla_i_cache_load(const kmla_cache* cache, const char* key, const kmla_plan* plan,
+                             const kmla_device* device, kmla_image* image) {
+    size_t bytes = cache->load ? cache->load(cache->user, key, NULL, 0) : 0;
+    kmla_image loaded;
+    memset(&loaded, 0, sizeof loaded);
+    if (bytes == 0 || bytes > KMLA_I_MOST_IMAGE_BYTES) {
+        return 0;
+    }
+    loaded.data = KMLA_MALLOC(bytes);
+    loaded.bytes = bytes;
+    if (!loaded.data || cache->load(cache->user, key, loaded.data, bytes) != bytes ||
+        kmla_i_check_image(&loaded, plan, device, NULL) != KMLA_OK) {
+        kmla_image_free(&loaded);
+        return 0;
+    }
+    kmla_image_open(loaded.data, bytes, image, NULL);
+    image->borrowed = 0;
+    return 1;
+}
+
+// Takes an image from the cache if it may and can, else compiles it and has the cache keep it.
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    kmla_status status = kmla_i_check_reader_runs(plan, device, error);
+    char key[KMLA_CACHE_KEY_BYTES];
+    *loaded = 0;
+    if (status == KMLA_OK && gpu->without_nvrtc) {
+        status = kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                             "NVRTC is needed to compile, but the object was opened "
+                             "without_nvrtc");
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (gpu->cache.load) {
+        const kmla_i_image_head head = kmla_i_image_head_of(plan, device);
+        kmla_i_options options;
+        kmla_i_compile_options(plan, device, &options);
+        kmla_i_cache_key(&head, gpu->nvrtc.release, &options, key);
+        *loaded = may_load && kmla_i_cache_load(&gpu->cache, key, plan, device, image);
+    }
+    if (!*loaded) {
+        status = kmla_i_compile(gpu, plan, device, log, image, error);
+        if (status == KMLA_OK && gpu->cache.store) {
+            gpu->cache.store(gpu->cache.user, key, image->data, image->bytes);
+        }
     }
     return status;
 }
@@ -3975,16 +4552,215 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
                        "the device source was left out by KIMI_MLA_NO_NVRTC");
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    (void)gpu, (void)plan, (void)device, (void)log, (void)image;
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    (void)gpu, (void)plan, (void)device, (void)log, (void)may_load, (void)image;
+    *loaded = 0;
     return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
                        "compiling was left out by KIMI_MLA_NO_NVRTC: kmla_gpu_prepare needs images "
                        "that tools/kmla made");
 }
 
 #endif // KIMI_MLA_NO_NVRTC
+
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error) {
+    kmla_image made;
+    kmla_status status;
+    int loaded;
+    if (!gpu || !device || !image) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           !gpu      ? "gpu"
+                           : !device ? "device"
+                                     : "image");
+    }
+    memset(&made, 0, sizeof made);
+    status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_make_image(gpu, plan, device, log, !log, &made, &loaded, error);
+    }
+    if (status == KMLA_OK) {
+        *image = made;
+    }
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of files
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_FILES
+
+// The few calls that systems name differently. A file is its number, -1 is none.
+#include <fcntl.h>
+#include <sys/stat.h>
+#if defined(_WIN32)
+#include <direct.h>
+#include <io.h>
+#include <process.h>
+
+#define KMLA_I_FILE_READ (_O_RDONLY | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_CREATE (_O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_MODE (_S_IREAD | _S_IWRITE)
+#define KMLA_I_IS_FILE(mode) (((mode) & _S_IFMT) == _S_IFREG)
+#define KMLA_I_IS_FOLDER(mode) (((mode) & _S_IFMT) == _S_IFDIR)
+#define KMLA_I_COUNT_TYPE unsigned int // of read and write
+#define kmla_i_open _open
+#define kmla_i_read _read
+#define kmla_i_write _write
+#define kmla_i_close _close
+#define kmla_i_process _getpid
+
+static void kmla_i_make_folder(const char* path) { (void)_mkdir(path); }
+static int kmla_i_to_disk(int file) { return _commit(file) == 0; }
+static int kmla_i_replace(const char* from, const char* to) {
+    return MoveFileExA(from, to, 1) != 0; // 1: in the place of an older one
+}
+static int kmla_i_others_may_write(const struct stat* folder) {
+    (void)folder; // access lists say who may write, not these bits
+    return 0;
+}
+#else
+#include <unistd.h>
+
+#ifdef O_CLOEXEC // not in strict C99
+#define KMLA_I_FILE_FLAGS O_CLOEXEC
+#else
+#define KMLA_I_FILE_FLAGS 0
+#endif
+#define KMLA_I_FILE_READ (O_RDONLY | O_NONBLOCK | KMLA_I_FILE_FLAGS) // not to wait for a pipe
+#define KMLA_I_FILE_CREATE (O_WRONLY | O_CREAT | O_EXCL | O_SYNC | KMLA_I_FILE_FLAGS)
+#define KMLA_I_FILE_MODE 0600
+#define KMLA_I_IS_FILE(mode) S_ISREG(mode)
+#define KMLA_I_IS_FOLDER(mode) S_ISDIR(mode)
+#define KMLA_I_COUNT_TYPE size_t
+#define kmla_i_open open
+#define kmla_i_read read
+#define kmla_i_write write
+#define kmla_i_close close
+#define kmla_i_process getpid
+
+static void kmla_i_make_folder(const char* path) { (void)mkdir(path, 0700); }
+static int kmla_i_to_disk(int file) {
+    (void)file; // every write was followed by fsync: O_SYNC, as strict C99 has no fsync
+    return 1;
+}
+static int kmla_i_replace(const char* from, const char* to) { return rename(from, to) == 0; }
+static int kmla_i_others_may_write(const struct stat* folder) {
+    return (folder->st_uid != geteuid() && folder->st_uid != 0) || (folder->st_mode & 022) != 0;
+}
+#endif
+
+#define KMLA_I_PATH_BYTES 1024
+#define KMLA_I_FILE_ENDING_BYTES 48 // ".<process>.<number>.tmp" is shorter
+#define KMLA_I_FILE_NAMES 64        // so many threads of a process may write one entry
+
+static void kmla_i_file_path(const char* directory, const char* key, const char* ending,
+                             char* path) {
+    snprintf(path, KMLA_I_PATH_BYTES, "%s/%s%s", directory, key, ending);
+}
+
+static int kmla_i_file_take(int file, void* data, size_t bytes) {
+    char* to = (char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_read(file, to, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        to += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static int kmla_i_file_put(int file, const void* data, size_t bytes) {
+    const char* from = (const char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_write(file, from, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        from += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static size_t kmla_i_files_load(void* user, const char* key, void* data, size_t room) {
+    char path[KMLA_I_PATH_BYTES];
+    struct stat facts;
+    size_t bytes = 0;
+    int file;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    file = kmla_i_open(path, KMLA_I_FILE_READ);
+    if (file < 0) {
+        return 0;
+    }
+    if (fstat(file, &facts) == 0 && KMLA_I_IS_FILE(facts.st_mode) && facts.st_size > 0) {
+        bytes = (size_t)facts.st_size;
+    }
+    if (data && bytes <= room && !kmla_i_file_take(file, data, bytes)) {
+        bytes = 0;
+    }
+    kmla_i_close(file);
+    return bytes;
+}
+
+// Nobody sees half an entry: it is written under a name of its own and renamed when it is on disk.
+static void kmla_i_files_store(void* user, const char* key, const void* data, size_t bytes) {
+    char path[KMLA_I_PATH_BYTES], temporary[KMLA_I_PATH_BYTES], ending[KMLA_I_FILE_ENDING_BYTES];
+    int file = -1, number, whole;
+    for (number = 0; file < 0 && number < KMLA_I_FILE_NAMES; ++number) {
+        snprintf(ending, sizeof ending, ".%ld.%d.tmp", (long)kmla_i_process(), number);
+        kmla_i_file_path((const char*)user, key, ending, temporary);
+        file = kmla_i_open(temporary, KMLA_I_FILE_CREATE, KMLA_I_FILE_MODE);
+    }
+    if (file < 0) {
+        return;
+    }
+    whole = kmla_i_file_put(file, data, bytes) && kmla_i_to_disk(file);
+    whole = kmla_i_close(file) == 0 && whole;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    if (!whole || !kmla_i_replace(temporary, path)) {
+        remove(temporary);
+    }
+}
+
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error) {
+    const size_t most = KMLA_I_PATH_BYTES - KMLA_CACHE_KEY_BYTES - KMLA_I_FILE_ENDING_BYTES;
+    struct stat facts;
+    if (!directory || !cache) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           directory ? "cache" : "directory");
+    }
+    if (!directory[0] || strlen(directory) > most) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory has %llu bytes; a cache takes 1 to %llu",
+                           (unsigned long long)strlen(directory), (unsigned long long)most);
+    }
+    kmla_i_make_folder(directory); // if it cannot, the next line finds nothing
+    if (stat(directory, &facts) != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s does not exist and cannot be made", directory);
+    }
+    if (!KMLA_I_IS_FOLDER(facts.st_mode)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "directory %s is none", directory);
+    }
+    if (kmla_i_others_may_write(&facts)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s is another user's or may be written by others, who could "
+                           "put kernels there",
+                           directory);
+    }
+    cache->load = kmla_i_files_load;
+    cache->store = kmla_i_files_store;
+    cache->user = (void*)directory;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_FILES
 
 // -----------------------------------------------------------------------------
 // Prepare and close
@@ -4015,7 +4791,9 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
         result = gpu->cuda.function_attribute(&registers, KMLA_I_FUNCTION_REGISTERS, *function);
     }
     if (result != 0) {
-        return kmla_i_fail_cuda(gpu, error, "cuFuncLoad", result);
+        return kmla_i_fail_cuda(gpu, error,
+                                gpu->cuda.function_load ? "cuFuncLoad" : "cuFuncGetAttribute",
+                                result);
     }
     if (shared_bytes > 0) {
         result = gpu->cuda.function_set(*function, KMLA_I_FUNCTION_DYNAMIC_SHARED, shared_bytes);
@@ -4026,28 +4804,54 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
     return KMLA_OK;
 }
 
-// Loads the image, or the one that it compiles if there is none.
-static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_image* image,
-                                      void** module, kmla_error* error) {
+// A module, not a cuLibrary: an object belongs to one context anyway, and the kernels of a library
+// would be loaded into it by their first launch, which may be in a capture.
+static kmla_status kmla_i_load_image(const kmla_gpu* gpu, const kmla_image* image, void** module,
+                                     kmla_error* error) {
+    int result = gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
+    if (error && gpu->nvrtc.release / 1000 > gpu->driver_version / 1000 && gpu->driver_version) {
+        kmla_i_text text = {error->message, sizeof error->message, strlen(error->message)};
+        kmla_i_text_add(&text, "; NVRTC is of a later CUDA than the driver");
+    }
+    if (error) {
+        error->nvrtc_version = gpu->nvrtc.release;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
+// Makes an image and loads it; one of the cache's, only if `may_load`.
+static kmla_status kmla_i_make_and_load(const kmla_gpu* gpu, const kmla_plan* plan,
+                                        const kmla_device* device, int may_load, int* loaded,
+                                        void** module, kmla_error* error) {
     kmla_image made;
     kmla_status status;
-    int result;
     memset(&made, 0, sizeof made);
-    if (image) {
-        status = kmla_i_check_image(image, plan, device, error);
-    } else {
-        status = kmla_gpu_compile(gpu, plan, device, NULL, &made, error);
-        image = &made;
-    }
+    status = kmla_i_make_image(gpu, plan, device, NULL, may_load, &made, loaded, error);
     if (status == KMLA_OK) {
-        result =
-            gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
-        if (result != 0) {
-            status = kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
-        }
+        status = kmla_i_load_image(gpu, &made, module, error);
     }
     kmla_image_free(&made);
+    return status;
+}
+
+// Loads the image, or the one that it makes if there is none.
+static kmla_status kmla_i_load_module(const kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_image* image,
+                                      void** module, kmla_error* error) {
+    kmla_status status;
+    int loaded;
+    if (image) {
+        status = kmla_i_check_image(image, plan, device, error);
+        return status == KMLA_OK ? kmla_i_load_image(gpu, image, module, error) : status;
+    }
+    status = kmla_i_make_and_load(gpu, plan, device, 1, &loaded, module, error);
+    if (status != KMLA_OK && loaded) { // the driver refuses what the cache has: rebuild it
+        status = kmla_i_make_and_load(gpu, plan, device, 0, &loaded, module, error);
+    }
     return status;
 }
 
@@ -4114,13 +4918,23 @@ static kmla_status kmla_i_load_reader(kmla_gpu* gpu, const kmla_plan* plan,
 KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, const kmla_image* image,
                                       kmla_error* error) {
     void* context;
+    unsigned long long context_id = 0;
     kmla_device device;
     kmla_status status = kmla_i_check_plan_or_null(plan, error);
     if (status == KMLA_OK) {
         status = kmla_i_current_context(gpu, &context, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_device_of_context(gpu, &device, error);
+        status = kmla_i_device_of_context(gpu, context, &device, error);
+    }
+    if (status == KMLA_OK && gpu->cuda.context_id) {
+        int result = gpu->cuda.context_id(context, &context_id);
+        status = result ? kmla_i_fail_cuda(gpu, error, "cuCtxGetId", result) : KMLA_OK;
+    }
+    if (status == KMLA_OK && gpu->context && context_id != gpu->context_id) {
+        status = kmla_i_fail(error, KMLA_ERROR_CONTEXT,
+                             "the context that the kernels were prepared in is gone; the current "
+                             "one only has its address");
     }
     if (status == KMLA_OK && !gpu->support.module) {
         status = kmla_i_load_support(gpu, &device, plan ? NULL : image, error);
@@ -4131,9 +4945,7 @@ KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, cons
     if (!gpu->context) { // from now on the object belongs to this context
         gpu->device = device;
         gpu->context = context;
-        if (gpu->cuda.context_id) {
-            gpu->cuda.context_id(context, &gpu->context_id);
-        }
+        gpu->context_id = context_id;
     }
     if (plan && !kmla_i_find_reader(gpu, kmla_plan_variant(plan))) {
         status = kmla_i_load_reader(gpu, plan, &device, image, error);
@@ -4333,12 +5145,16 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
                               shape->ragged ? (size_t)shape->requests + 1 : 0};
     int32_t* copies[3]; // table, lengths, row offsets: one after the other in one allocation
     kmla_status status = KMLA_OK;
+    const char* call = "cuMemcpyDtoHAsync";
     int result, capturing = 0, i;
 
     result = gpu->cuda.stream_capturing(stream, &capturing);
     if (capturing || result == KMLA_I_CAPTURE_IMPLICIT) {
         return kmla_i_fail(error, KMLA_ERROR_CAPTURE,
                            "check_pages synchronises, and the stream is being captured");
+    }
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuStreamIsCapturing", result);
     }
     copies[0] = (int32_t*)KMLA_MALLOC((counts[0] + counts[1] + counts[2]) * sizeof(int32_t));
     if (!copies[0]) {
@@ -4353,10 +5169,11 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
         }
     }
     if (result == 0) {
+        call = "cuStreamSynchronize";
         result = gpu->cuda.stream_synchronize(stream);
     }
     if (result != 0) {
-        status = kmla_i_fail_cuda(gpu, error, "reading the tables for check_pages", result);
+        status = kmla_i_fail_cuda(gpu, error, call, result);
     } else {
         status = kmla_check_pages(plan, args, copies[0], copies[1],
                                   shape->ragged ? copies[2] : NULL, error);
@@ -4452,6 +5269,7 @@ KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, v
     out.heads = dense.heads;
     out.part_type = dense.part_type;
     out.out_type = dense.out_type;
+    out.share = dense.share;
     shape.grid_x = (uint32_t)dense.heads;
     shape.grid_y = (uint32_t)dense.rows;
     return kmla_i_launch(gpu, gpu->support.combine, &shape, &out, stream, error);
@@ -4810,6 +5628,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "#endif\n"
      "\n"
+     "// ---- what the asynchronous proxy, of bulk copies and wgmma, sees\n"
+     "\n"
+     "// What this thread wrote to shared memory may be read or written over by the proxy after a barrier.\n"
+     "KMLA_DEVICE void fence_async_reads() {\n"
+     "#if KMLA_ARCH >= 90\n"
+     "    asm volatile(\"fence.proxy.async.shared::cta;\" ::: \"memory\");\n"
+     "#endif\n"
+     "}\n"
+     "\n"
      "#if KMLA_HAS_WGMMA\n"
      "// All warps of a warpgroup: gives registers back to the block, down to `count` a thread, or takes\n"
      "// some, up to `count`, which waits until others have given them back.\n"
@@ -4827,13 +5654,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint64_t matrix_descriptor(const void* rows) {\n"
      "    const uint64_t bytes_of_8_rows = 1024, swizzle_128 = 1;\n"
      "    return (uint64_t)((shared_address(rows) & 0x3FFFF) >> 4) | (uint64_t)1 << 16 |\n"
+    },
+    {"instructions.cuh", 297,
      "           (bytes_of_8_rows >> 4) << 32 | swizzle_128 << 62;\n"
      "}\n"
      "// Before the first product, and after registers of products were touched.\n"
      "KMLA_DEVICE void wgmma_fence() { asm volatile(\"wgmma.fence.sync.aligned;\" ::: \"memory\"); }\n"
      "KMLA_DEVICE void wgmma_commit() { asm volatile(\"wgmma.commit_group.sync.aligned;\" ::: \"memory\"); }\n"
-    },
-    {"instructions.cuh", 293,
      "// Until at most `pending` committed groups are under way.\n"
      "template <int pending> KMLA_DEVICE void wgmma_wait() {\n"
      "    asm volatile(\"wgmma.wait_group.sync.aligned %0;\" ::\"n\"(pending) : \"memory\");\n"
@@ -4895,8 +5722,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                 \"r\"(low), \"r\"(high)\n"
      "                 : \"memory\");\n"
      "}\n"
-     "// What this thread wrote to shared memory may be read by wgmma after a barrier.\n"
-     "KMLA_DEVICE void fence_async_reads() { asm volatile(\"fence.proxy.async.shared::cta;\" ::: \"memory\"); }\n"
      "#endif\n"
      "\n"
      "// ---- dependent launch: a kernel may start before the one it follows has ended\n"
@@ -4904,13 +5729,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// What follows this kernel in its stream may be scheduled.\n"
      "KMLA_DEVICE void launch_dependents() {\n"
      "#if KMLA_ARCH >= 90\n"
+    },
+    {"instructions.cuh", 370,
      "    asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n"
      "#endif\n"
      "}\n"
      "// Until the kernel before has ended and its writes are visible.\n"
      "KMLA_DEVICE void wait_dependency() {\n"
-    },
-    {"instructions.cuh", 368,
      "#if KMLA_ARCH >= 90\n"
      "    asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
      "#endif\n"
@@ -5243,38 +6068,52 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                       maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};\n"
      "}\n"
      "\n"
-     "// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared\n"
-     "// memory of 16 bytes a warp.\n"
-     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {\n"
-     "    int vector = s.first_vector + s.vector;\n"
-     "    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};\n"
-     "    if (s.vector < kTile) {\n"
-     "        vector_range range = {0, 0, 0, 0};\n"
-     "        if (vector < s.vectors) {\n"
-     "            int i = vector / args.heads;\n"
-     "            token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);\n"
-     "            token_range part = split_range(args, row, s.split);\n"
-     "            range.begin = part.begin;\n"
-     "            range.end = part.end;\n"
-     "            range.whole = part.begin == row.begin && part.end == row.end;\n"
-     "            mine.full_begin = range.begin;\n"
-     "            mine.full_end = range.end;\n"
-     "            if (range.begin < range.end) {\n"
-     "                mine.begin = range.begin;\n"
-     "                mine.end = range.end;\n"
-     "            }\n"
-     "        }\n"
-     "        if (s.quad == 0) {\n"
-     "            range_of(s.vector) = range;\n"
-     "        }\n"
-     "    }\n"
-     "    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {\n"
+     "// Of the lanes whose numbers differ in bits from `least` on.\n"
+     "KMLA_DEVICE tile_bounds join_lanes(tile_bounds mine, int least) {\n"
+     "    for (int mask = 16; mask >= least; mask /= 2) {\n"
      "        tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),\n"
      "                             (int)shuffle_xor((uint32_t)mine.end, mask),\n"
      "                             (int)shuffle_xor((uint32_t)mine.full_begin, mask),\n"
      "                             (int)shuffle_xor((uint32_t)mine.full_end, mask)};\n"
      "        mine = join(mine, other);\n"
      "    }\n"
+     "    return mine;\n"
+     "}\n"
+     "\n"
+     "// The range of the tile's vector n; `bounds` are those of a tile of it alone, or of nothing.\n"
+     "KMLA_DEVICE vector_range find_range(const kmla_i_reader_args& args, const block_place& s, int n,\n"
+     "                                    tile_bounds& bounds) {\n"
+     "    int vector = s.first_vector + n;\n"
+     "    vector_range range = {0, 0, 0, 0};\n"
+     "    bounds = tile_bounds{0x7FFFFFFF, 0, 0, 0x7FFFFFFF};\n"
+     "    if (n < kTile && vector < s.vectors) {\n"
+     "        int i = vector / args.heads;\n"
+     "        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);\n"
+     "        token_range part = split_range(args, row, s.split);\n"
+     "        range.begin = part.begin;\n"
+     "        range.end = part.end;\n"
+     "        range.whole = part.begin == row.begin && part.end == row.end;\n"
+     "        bounds.full_begin = range.begin;\n"
+     "        bounds.full_end = range.end;\n"
+     "        if (range.begin < range.end) {\n"
+     "            bounds.begin = range.begin;\n"
+     "            bounds.end = range.end;\n"
+     "        }\n"
+     "    }\n"
+     "    return range;\n"
+     "}\n"
+     "\n"
+     "// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared\n"
+     "// memory of 16 bytes a warp.\n"
+     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {\n"
+     "    tile_bounds mine;\n"
+    },
+    {"tile.cuh", 178,
+     "    vector_range range = find_range(args, s, s.vector, mine);\n"
+     "    if (s.vector < kTile && s.quad == 0) {\n"
+     "        range_of(s.vector) = range;\n"
+     "    }\n"
+     "    mine = join_lanes(mine, kLanesPerVector);\n"
      "    tile_bounds* of_warp = (tile_bounds*)scratch;\n"
      "    if (s.lane == 0) {\n"
      "        of_warp[s.warp] = mine;\n"
@@ -5285,8 +6124,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            mine = join(mine, of_warp[w]);\n"
      "        }\n"
      "        (tile_bounds&)bounds() = mine;\n"
-    },
-    {"tile.cuh", 181,
      "        bounds().first_row = s.first_row;\n"
      "        bounds().vectors = s.vectors;\n"
      "    }\n"
@@ -5312,32 +6149,52 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// Of the tile's vector n: stores the split's lse, and for store_results sets what its accumulators\n"
-     "// times and where they go. `sum` is of exp2(score - reference), `scale` what accumulators over sum\n"
-     "// lack. A vector without tokens gets zeros as its output, but no partial: its weight is 0.\n"
-     "KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,\n"
-     "                               float scale) {\n"
-     "    const float ln_2 = 0.693147181f;\n"
+     "// For store_results: where vector n's result goes if its split finds tokens of it.\n"
+     "KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {\n"
      "    int vector = block_x() * kTile + n;\n"
-     "    targets()[n] = 0;\n"
      "    if (vector >= bounds().vectors) {\n"
+     "        targets()[n] = 0;\n"
      "        return;\n"
      "    }\n"
+     "    int64_t row = bounds().first_row + vector / args.heads;\n"
+     "    int head = vector % args.heads;\n"
+     "    bool final = args.splits == 1 || range_of(n).whole;\n"
+     "    targets()[n] =\n"
+     "        final \? target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,\n"
+     "                          args.out_type)\n"
+     "              : target_of(args.part_out, part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,\n"
+     "                          args.partial_type);\n"
+     "}\n"
+     "\n"
+     "// For store_results: what vector n's accumulators times, `scale` of what they lack over `sum`. One\n"
+     "// without tokens gets zeros as its output, but no partial: its weight is 0.\n"
+     "KMLA_DEVICE void weigh_vector(const kmla_i_reader_args& args, int n, float sum, float scale) {\n"
+     "    bool empty = sum == 0;\n"
+     "    factors()[n] = empty \? 0 : divide(scale, sum);\n"
+     "    if (empty && args.splits > 1) {\n"
+     "        targets()[n] = 0;\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "// Stores the lse of vector n; `sum` is of exp2(score - reference).\n"
+     "KMLA_DEVICE void store_vector_lse(const kmla_i_reader_args& args, int n, float sum,\n"
+     "                                  float reference) {\n"
+     "    const float ln_2 = 0.693147181f;\n"
+     "    int vector = block_x() * kTile + n;\n"
      "    bool empty = sum == 0;\n"
      "    bool final = args.splits == 1 || (!empty && range_of(n).whole);\n"
      "    float lse = empty \? -infinity() : (reference + log2_fast(sum)) * ln_2;\n"
-     "    int64_t row = bounds().first_row + vector / args.heads;\n"
-     "    int head = vector % args.heads;\n"
-     "    factors()[n] = empty \? 0 : divide(scale, sum);\n"
-     "    store_lse(args, block_y(), row, head, lse, final);\n"
-     "    if (final) {\n"
-     "        targets()[n] = target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,\n"
-     "                                 args.out_type);\n"
-     "    } else if (!empty) {\n"
-     "        targets()[n] = target_of(args.part_out,\n"
-     "                                 part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,\n"
-     "                                 args.partial_type);\n"
+     "    if (vector < bounds().vectors) {\n"
+     "        store_lse(args, block_y(), bounds().first_row + vector / args.heads, vector % args.heads,\n"
+     "                  lse, final);\n"
      "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,\n"
+     "                               float scale) {\n"
+     "    place_vector(args, n);\n"
+     "    weigh_vector(args, n, sum, scale);\n"
+     "    store_vector_lse(args, n, sum, reference);\n"
      "}\n"
      "\n"
      "// Eight neighbouring dims of one vector, from `dim` on.\n"
@@ -5348,6 +6205,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};\n"
      "    } else if (target) {\n"
      "        *(word4*)(target + 2 * (uint32_t)dim) = word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),\n"
+    },
+    {"tile.cuh", 274,
      "                                                      pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};\n"
      "    }\n"
      "}\n"
@@ -5376,8 +6235,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int first = ((const int32_t*)args.row_offsets)[args.groups];\n"
      "    for (int64_t row = first + block_x(); row < args.rows; row += grid_x()) {\n"
      "        for (int head = 0; head < args.heads; head++) {\n"
-    },
-    {"tile.cuh", 270,
      "            const float zeros[8] = {0, 0, 0, 0, 0, 0, 0, 0};\n"
      "            int dim = 8 * thread_index();\n"
      "            if (args.splits == 1 && dim < KMLA_LATENT_DIMS) {\n"
@@ -5412,6 +6269,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// token's weight carries the exponent of its largest scale, V only the rest (in (0,1]). Weights are\n"
      "// computed by the references that are there; a vote says whether some vector has outgrown its own,\n"
      "// and only then maxima are taken and the step's weights computed again.\n"
+     "//\n"
+     "// At 2,048 tokens a block runs four steps, and what it runs once costs most for being fetched. So the\n"
+     "// query is staged by rolled loops, and what a usual step does not need lies outside of its code.\n"
      "\n"
      "#if defined(KMLA_TILE) && !defined(KMLA_HOPPER)\n"
      "\n"
@@ -5434,15 +6294,23 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]\n"
      "constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 \? 2 : 1);\n"
      "constexpr int kExponentsAt = kRatiosAt + (kPacked \? kStep * kGroups * 2 : 0); // f16 [4][step]\n"
-     "constexpr int kEnd = kExponentsAt + (kPacked \? kStep * 4 : 0);                // fp32 [step]\n"
+     "constexpr int kRunsAt = kExponentsAt + (kPacked \? kStep * 4 : 0);             // fp32 [step]\n"
+     "constexpr int kEnd = kRunsAt + (kPacked \? 32 * 32 : 0);                       // [32]\n"
+     "constexpr int kFreeAt = kFactsAt + (int)sizeof(tile_facts);                   // barriers\n"
      "static_assert(kEnd == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "static_assert(kFreeAt + 8 * kStages <= kRangesAt, \"more barriers fit\");\n"
      "static_assert((2 * kStepTiles) * kTile * 4 <= kWeightsAt - kExchangeAt, \"maxima fit\");\n"
+     "// The query on its way to registers: where the second step will be.\n"
+     "constexpr int kQueryAt = kStagesAt + kStep * kPitch;\n"
+     "static_assert(kTile * KMLA_QUERY_DIMS * 2 <= kStep * kPitch, \"the query fits\");\n"
      "\n"
      "// Softmax of a unit: the lane's vectors are 2 * column and the next, its tokens row_in_quad and + 8.\n"
      "struct unit_state {\n"
      "    float sum_reference[2];    // log2; sum has exp2(score - sum_reference)\n"
      "    float weight_reference[2]; // above that: weights are exp2(score - sum_reference + exponent - it)\n"
      "    float sum[2];              // of the lane's own tokens\n"
+    },
+    {"reader.cuh", 58,
      "    float scale[2];            // what makes scores of sums, in log2 units\n"
      "};\n"
      "\n"
@@ -5457,8 +6325,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint8_t* stage_of(int step) {\n"
      "    return shared_memory() + kStagesAt + step % kStages * kStep * kPitch;\n"
      "}\n"
-    },
-    {"reader.cuh", 63,
      "KMLA_DEVICE uint16_t* weights() { return (uint16_t*)(shared_memory() + kWeightsAt); }\n"
      "KMLA_DEVICE uint16_t* ratios_of(int group) {\n"
      "    return (uint16_t*)(shared_memory() + kRatiosAt) + group * kStep;\n"
@@ -5489,91 +6355,96 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV\n"
      "//\n"
-     "// Lane l holds vector 8j + l/4 of column j. Of 16 dims that meet codes it has 4(l%4)..+3, the k order\n"
-     "// of the records' 4-byte words, so that A fragments need no shuffling; else mma's own order.\n"
+     "// A fragment is of 8 vectors and 16 dims. Lane l has vector l/4 and, of dims that meet codes, 4(l%4)..+3,\n"
+     "// the k order of the records' 4-byte words, so that A fragments need no shuffling; else mma's own order.\n"
+     "// Staging takes 16 lanes a vector and 8 dims a lane at a time: half of four lanes' fragments.\n"
      "\n"
-     "KMLA_DEVICE constexpr bool meets_codes(int k) { return kE4m3 || (kPacked && k < kLatentSteps); }\n"
+     "constexpr int kQueryChunks = (KMLA_QUERY_DIMS + 127) / 128; // of 16 lanes x 8 dims: groups, rope\n"
+     "KMLA_DEVICE constexpr bool meets_codes(bool rope) { return kE4m3 || (kPacked && !rope); }\n"
      "\n"
-     "// The lane's four of 16 elements.\n"
-     "KMLA_DEVICE word2 load_bf16_query(uint64_t at, int column, bool codes_order) {\n"
-     "    if (codes_order) {\n"
-     "        return *(const word2*)(at + 8 * column);\n"
-     "    }\n"
-     "    return word2{*(const uint32_t*)(at + 4 * column), *(const uint32_t*)(at + 16 + 4 * column)};\n"
+     "// The fragment of a group's k16 step k and the tile's column j.\n"
+     "KMLA_DEVICE word2* staged_query(int group, int k, int j) {\n"
+     "    return (word2*)(shared_memory() + kQueryAt) + ((group * kQuerySteps + k) * kColumns + j) * 32;\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE word2 load_code_query(uint64_t at, int column, bool codes_order, float scale) {\n"
-     "    uint32_t codes;\n"
-     "    float x[4];\n"
-     "    if (codes_order) {\n"
-     "        codes = *(const uint32_t*)(at + 4 * column);\n"
-     "    } else {\n"
-     "        codes = *(const uint16_t*)(at + 2 * column) |\n"
-     "                (uint32_t) * (const uint16_t*)(at + 8 + 2 * column) << 16;\n"
+     "// What a lane stages of vector n's chunk i.\n"
+     "struct query_piece {\n"
+     "    int dim;      // its first\n"
+     "    word4* at;    // as 8 BF16, in the end as fragments\n"
+     "    bool exists;  // rope is half a chunk\n"
+     "};\n"
+     "KMLA_DEVICE query_piece piece_of(const reader_state& s, int n, int i) {\n"
+     "    int part = s.lane % 16, group = i, step = part / 2; // of 16 dims\n"
+     "    if (i == kGroups) {\n"
+     "        group = step;\n"
+     "        step = kLatentSteps;\n"
      "    }\n"
-     "    for (int i = 0; i < 4; i++) {\n"
-     "        x[i] = e4m3_to_float(codes >> (8 * i) & 0xFF) * scale;\n"
-     "    }\n"
-     "    return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};\n"
+     "    int lane = n % 8 * 4 + part % 2 * 2; // which has the first four\n"
+     "    return query_piece{128 * i + 8 * part,\n"
+     "                       (word4*)(staged_query(group % kGroups, step, n / 8) + lane),\n"
+     "                       i < kGroups || part < KMLA_ROPE_DIMS / 8};\n"
      "}\n"
      "\n"
-     "// Column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in score_scale.\n"
-     "KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, reader_state& s, int j) {\n"
-     "    int vector = s.first_vector + 8 * column_of(s, j) + s.row_in_quad;\n"
-     "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
-     "                      vector % args.heads * args.query_head_stride;\n"
-     "    bool packed = args.query_format == KMLA_QUERY_PACKED;\n"
-     "    if (vector >= s.vectors) {\n"
-     "#pragma unroll\n"
-     "        for (int k = 0; k < kQuerySteps; k++) {\n"
-     "            s.query[k][j] = word2{0, 0};\n"
-     "        }\n"
-     "    } else if (args.query_format == KMLA_QUERY_BF16) {\n"
-     "#pragma unroll\n"
-     "        for (int k = 0; k < kQuerySteps; k++) {\n"
-     "            int dim = k < kLatentSteps \? s.dims * KMLA_GROUP_DIMS + 16 * k\n"
-     "                                       : KMLA_LATENT_DIMS + 16 * s.dims;\n"
-     "            s.query[k][j] = load_bf16_query(record + 2 * dim, s.column, meets_codes(k));\n"
-     "        }\n"
-     "    } else {\n"
-     "        float scale =\n"
-     "            packed \? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[s.dims] : 1.0f;\n"
+     "KMLA_DEVICE int first_staged(const reader_state& s) { return thread_index() / 16; }\n"
+     "constexpr int kStagedAtOnce = KMLA_I_READER_THREADS / 16; // vectors\n"
+     "\n"
     },
-    {"reader.cuh", 142,
-     "#pragma unroll\n"
-     "        for (int k = 0; k < kLatentSteps; k++) {\n"
-     "            uint64_t at = record + s.dims * KMLA_GROUP_DIMS + 16 * k;\n"
-     "            s.query[k][j] = load_code_query(at, s.column, meets_codes(k), scale);\n"
+    {"reader.cuh", 135,
+     "KMLA_DEVICE uint64_t query_record(const kmla_i_reader_args& args, const reader_state& s, int n) {\n"
+     "    int vector = s.first_vector + n;\n"
+     "    return args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
+     "           vector % args.heads * args.query_head_stride;\n"
+     "}\n"
+     "\n"
+     "// Starts the copies of the query as it is: BF16, or in the upper half of a piece codes.\n"
+     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "#pragma unroll 1\n"
+     "    for (int n = first_staged(s); n < kTile; n += kStagedAtOnce) {\n"
+     "        bool exists = s.first_vector + n < s.vectors;\n"
+     "        uint64_t record = exists \? query_record(args, s, n) : args.query;\n"
+     "#pragma unroll 1\n"
+     "        for (int i = 0; i < kQueryChunks; i++) {\n"
+     "            query_piece piece = piece_of(s, n, i);\n"
+     "            bool packed_rope = args.query_format == KMLA_QUERY_PACKED && i == kGroups;\n"
+     "            if (!piece.exists) {\n"
+     "                continue;\n"
+     "            }\n"
+     "            if (!exists || args.query_format == KMLA_QUERY_BF16 || packed_rope) {\n"
+     "                uint64_t from = record + (packed_rope \? KMLA_PACKED_ROPE_OFFSET - 2 * KMLA_LATENT_DIMS\n"
+     "                                                      : 0);\n"
+     "                copy_async_16(piece.at, (const void*)(exists \? from + 2 * piece.dim : record), exists);\n"
+     "            } else {\n"
+     "                copy_async_8((word2*)piece.at + 1, (const void*)(record + piece.dim));\n"
+     "            }\n"
      "        }\n"
-     "        bool codes_order = meets_codes(kLatentSteps);\n"
-     "        s.query[kLatentSteps][j] =\n"
-     "            packed \? load_bf16_query(record + KMLA_PACKED_ROPE_OFFSET + 32 * s.dims, s.column,\n"
-     "                                     codes_order)\n"
-     "                   : load_code_query(record + KMLA_LATENT_DIMS + 16 * s.dims, s.column,\n"
-     "                                     codes_order, scale);\n"
      "    }\n"
+     "    copy_async_commit();\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {\n"
-     "#pragma unroll\n"
-     "    for (int j = 0; j < kColumns; j++) {\n"
-     "        load_query_column(args, s, j);\n"
+     "// Eight codes times a scale, exactly, as BF16. An E4M3 query's one scale is in score_scale.\n"
+     "KMLA_DEVICE word4 codes_to_bf16(uint32_t low, uint32_t high, float scale) {\n"
+     "    float x[8];\n"
+     "    for (int i = 0; i < 4; i++) {\n"
+     "        x[i] = e4m3_to_float(low >> (8 * i) & 0xFF) * scale;\n"
+     "        x[4 + i] = e4m3_to_float(high >> (8 * i) & 0xFF) * scale;\n"
      "    }\n"
+     "    return word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),\n"
+     "                 pack_bf16(x[6], x[7])};\n"
      "}\n"
      "\n"
-     "// Largest magnitude of the first `steps` k16 steps, NaN if there is one; the 4 lanes of a vector\n"
-     "// agree. By bits: the high element of a pair counts before the low one, which is then taken alone.\n"
-     "KMLA_DEVICE float query_amax(const reader_state& s, int j, int steps) {\n"
-     "    uint32_t high = 0, low = 0;\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < steps; k++) {\n"
-     "        word2 pair = s.query[k][j];\n"
-     "        high = maximum(high, maximum(pair.x & 0x7FFFFFFFu, pair.y & 0x7FFFFFFFu));\n"
-     "        low = maximum(low, maximum(pair.x << 17, pair.y << 17));\n"
+     "KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {\n"
+     "    pair &= 0x7FFF7FFFu;\n"
+     "    return maximum(amax, maximum(bf16_low(pair), bf16_high(pair)));\n"
+     "}\n"
+     "KMLA_DEVICE float amax_of_piece(float amax, const word4& x) {\n"
+     "    return amax_of_pair(amax_of_pair(amax_of_pair(amax_of_pair(amax, x.x), x.y), x.z), x.w);\n"
+     "}\n"
+     "// Over the 16 lanes of a vector.\n"
+     "KMLA_DEVICE float vector_amax(float amax) {\n"
+     "    for (int mask = 1; mask < 16; mask *= 2) {\n"
+     "        amax = maximum(amax, shuffle_xor(amax, mask));\n"
      "    }\n"
-     "    uint32_t amax = maximum(high & 0x7FFF0000u, low >> 1);\n"
-     "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
-     "    return bits_float(maximum(amax, shuffle_xor(amax, 2)));\n"
+     "    return amax;\n"
      "}\n"
      "\n"
      "KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {\n"
@@ -5581,18 +6452,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                     round_to_e4m3(bf16_high(pair) * inverse) * scale);\n"
      "}\n"
      "\n"
-     "// What the packed query writer would store, read back: exact in BF16.\n"
-     "KMLA_DEVICE void round_query_to_packed(reader_state& s, int j) {\n"
-     "    float amax = query_amax(s, j, kLatentSteps);\n"
+     "// What the packed query writer would store of a group, read back: exact in BF16.\n"
+     "KMLA_DEVICE word4 round_to_packed(const word4& x) {\n"
      "    const float largest = bits_float(0x7F7FFFFFu);\n"
+     "    float amax = vector_amax(amax_of_piece(0, x));\n"
      "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
      "    float inverse = power_of_two_inverse(scale);\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kLatentSteps; k++) {\n"
-     "        word2& pair = s.query[k][j];\n"
-     "        pair.x = round_pair_to_e4m3(pair.x, scale, inverse);\n"
-     "        pair.y = round_pair_to_e4m3(pair.y, scale, inverse);\n"
-     "    }\n"
+     "    return word4{round_pair_to_e4m3(x.x, scale, inverse), round_pair_to_e4m3(x.y, scale, inverse),\n"
+     "                 round_pair_to_e4m3(x.z, scale, inverse), round_pair_to_e4m3(x.w, scale, inverse)};\n"
      "}\n"
      "\n"
      "KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {\n"
@@ -5600,54 +6467,98 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return to_f16 \? pack_f16(low, high) : pack_bf16(low, high);\n"
      "}\n"
      "\n"
-     "// Exponent field of the power of two that vector n's query is divided by, so that its largest\n"
-     "// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.\n"
-     "KMLA_DEVICE int norm_exponent(int n) {\n"
-     "    float amax = maximum(maximum(of_tokens(0)[n], of_tokens(1)[n]),\n"
-     "                         maximum(of_tokens(2)[n], of_tokens(3)[n]));\n"
-     "    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "// A piece in mma's own order: its neighbour lane has the other 8 of 16 dims.\n"
+     "KMLA_DEVICE word4 order_piece(const reader_state& s, const word4& x) {\n"
+     "    bool upper = s.lane % 2;\n"
+     "    uint32_t a = shuffle_xor(upper \? x.x : x.z, 1), b = shuffle_xor(upper \? x.y : x.w, 1);\n"
+     "    return upper \? word4{a, x.z, b, x.w} : word4{x.x, a, x.y, b};\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void normalise_query(reader_state& s, int j) {\n"
-     "    int exponent = norm_exponent(8 * column_of(s, j) + s.row_in_quad);\n"
-     "    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kQuerySteps; k++) {\n"
-     "        word2& pair = s.query[k][j];\n"
-     "        bool to_f16 = meets_codes(k); // packed rope is BF16, like its KV\n"
-     "        pair.x = normalise_pair(pair.x, factor, to_f16);\n"
-     "        pair.y = normalise_pair(pair.y, factor, to_f16);\n"
+     "// Exactly, as BF16. Returns the lane's largest magnitude.\n"
+     "KMLA_DEVICE float decode_query(const kmla_i_reader_args& args, const reader_state& s, int n) {\n"
+    },
+    {"reader.cuh", 221,
+     "    bool codes = args.query_format != KMLA_QUERY_BF16 && s.first_vector + n < s.vectors;\n"
+     "    bool packed = args.query_format == KMLA_QUERY_PACKED;\n"
+     "    bool rounds = args.e4m3_query && args.query_format == KMLA_QUERY_BF16;\n"
+     "    float amax = 0;\n"
+     "#pragma unroll 1\n"
+     "    for (int i = 0; i < kQueryChunks; i++) {\n"
+     "        query_piece piece = piece_of(s, n, i);\n"
+     "        word4 x = {0, 0, 0, 0};\n"
+     "        if (piece.exists) {\n"
+     "            x = *piece.at;\n"
+     "        }\n"
+     "        if (codes && !(packed && i == kGroups)) {\n"
+     "            float scale = packed \? ((const float*)(query_record(args, s, n) +\n"
+     "                                                   KMLA_PACKED_SCALE_OFFSET))[i]\n"
+     "                                 : 1.0f;\n"
+     "            x = codes_to_bf16(x.z, x.w, scale);\n"
+     "        }\n"
+     "        if (rounds && i < kGroups) {\n"
+     "            x = round_to_packed(x);\n"
+     "        }\n"
+     "        amax = amax_of_piece(amax, x);\n"
+     "        if (piece.exists) {\n"
+     "            *piece.at = x;\n"
+     "        }\n"
+     "    }\n"
+     "    return amax;\n"
+     "}\n"
+     "\n"
+     "// From values to fragments. What f16 drops is below 2^-38 of the vector's largest element, which lies\n"
+     "// in [2^14, 2^15).\n"
+     "KMLA_DEVICE void normalise_query(const kmla_i_reader_args& args, const reader_state& s, int n,\n"
+     "                                 float amax) {\n"
+     "    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
+     "    float factor = kBf16 \? 1.0f : bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);\n"
+     "    float norm = kBf16 \? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);\n"
+     "#pragma unroll 1\n"
+     "    for (int i = 0; i < kQueryChunks; i++) {\n"
+     "        query_piece piece = piece_of(s, n, i);\n"
+     "        bool codes = meets_codes(i == kGroups), to_f16 = codes; // packed rope is BF16, like its KV\n"
+     "        word4 x = {0, 0, 0, 0};\n"
+     "        if (piece.exists) {\n"
+     "            x = *piece.at;\n"
+     "        }\n"
+     "        if (!kBf16) {\n"
+     "            x = word4{normalise_pair(x.x, factor, to_f16), normalise_pair(x.y, factor, to_f16),\n"
+     "                      normalise_pair(x.z, factor, to_f16), normalise_pair(x.w, factor, to_f16)};\n"
+     "        }\n"
+     "        if (!codes) {\n"
+     "            x = order_piece(s, x);\n"
+     "        }\n"
+     "        if (piece.exists) {\n"
+     "            *piece.at = x;\n"
+     "        }\n"
+     "    }\n"
+     "    if (s.lane % 16 == 0) {\n"
+     "        of_tokens(0)[n] = args.score_scale * norm;\n"
      "    }\n"
      "}\n"
      "\n"
-     "// From values to fragments. Its barrier also shows the first steps' token masks to all.\n"
+     "// Into registers. Its barriers also show ranges, places and the first step's masks to all.\n"
      "KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {\n"
-     "#pragma unroll\n"
-     "    for (int j = 0; j < kColumns; j++) {\n"
-     "        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {\n"
-     "            round_query_to_packed(s, j);\n"
-     "        }\n"
-     "        float amax = query_amax(s, j, kQuerySteps); // of the group's dims\n"
-     "        if (s.column == 0 && s.half == 0) {\n"
-    },
-    {"reader.cuh", 231,
-     "            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;\n"
-     "        }\n"
+     "    copy_async_wait<1>(); // all but the first step's records\n"
+     "#pragma unroll 1\n"
+     "    for (int n = first_staged(s); n < (kTile + 1) / 2 * 2; n += kStagedAtOnce) {\n"
+     "        normalise_query(args, s, n, vector_amax(decode_query(args, s, n)));\n"
      "    }\n"
      "    sync_block();\n"
      "#pragma unroll\n"
-     "    for (int j = 0; j < kColumns && !kBf16; j++) {\n"
-     "        normalise_query(s, j);\n"
+     "    for (int k = 0; k < kQuerySteps; k++) {\n"
+     "        for (int j = 0; j < kColumns; j++) {\n"
+     "            s.query[k][j] = staged_query(s.dims, k, column_of(s, j))[s.lane];\n"
+     "        }\n"
      "    }\n"
      "#pragma unroll\n"
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2; i++) {\n"
-     "            int exponent = norm_exponent(vector_of(s, slot) + i);\n"
-     "            float norm = kBf16 \? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);\n"
-     "            s.unit[slot].scale[i] = args.score_scale * norm;\n"
+     "            s.unit[slot].scale[i] = of_tokens(0)[vector_of(s, slot) + i];\n"
      "        }\n"
      "    }\n"
-     "    sync_block(); // before scores are exchanged\n"
+     "    fence_async_reads();\n"
+     "    sync_block(); // before the second step's records come, and scores are exchanged\n"
      "}\n"
      "\n"
      "// ---- KV to shared memory\n"
@@ -5668,8 +6579,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Table look-ups for copies that are to come, of the step that begins at `token` on. In bulk: the\n"
      "// entry of the lane's run, of 32. Else that of the token of this step that the lane answers for, -1\n"
      "// if it is not wanted.\n"
+     "template <bool bulk>\n"
+    },
+    {"reader.cuh", 323,
      "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {\n"
-     "    if (copies_in_bulk(s)) {\n"
+     "    if (bulk) {\n"
      "        token += s.lane * kRunTokens;\n"
      "        return is_copier(s) && token < args.capacity \? table_entry(args, s.group, token) : -1;\n"
      "    }\n"
@@ -5684,28 +6598,49 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "#if KMLA_HAS_BULK_COPY\n"
-     "// One warp copies the step's records, a run a lane.\n"
-     "KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
-     "                                   int token, int entries) {\n"
-     "    int run = s.lane % kRuns, at = token + run * kRunTokens;\n"
-     "    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);\n"
-     "    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);\n"
-     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - at, kRunTokens), first);\n"
-     "    // Warp w's tokens lie in one run.\n"
-     "    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),\n"
-     "                            s.lane * kWarpTokens / kRunTokens % kRuns);\n"
-     "    if (s.lane < kWarps) {\n"
-     "        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,\n"
-     "                                                      (int)(both >> 16), (int)(both & 0xFFFF));\n"
+     "// Bulk copies are made ready 32 runs at a time, a run a lane, so that starting one is quick.\n"
+     "struct alignas(32) run_copy {\n"
+     "    uint64_t from;         // its first record\n"
+     "    uint32_t to, bytes;    // from the begin of the stage\n"
+     "    warp_mask masks[4];    // of its tokens' warps: those that are wanted\n"
+     "    uint32_t unused[2];\n"
+     "};\n"
+     "static_assert(sizeof(run_copy) == 32, \"as the host counts\");\n"
+     "static_assert(!kPacked || kRunTokens == 4 * kWarpTokens, \"a run is four warps' tokens\");\n"
+     "KMLA_DEVICE run_copy& run_of_lane(const reader_state& s) {\n"
+     "    return ((run_copy*)(shared_memory() + kRunsAt))[s.lane];\n"
+     "}\n"
+     "// Tells that all warps are done with a stage's records.\n"
+     "KMLA_DEVICE uint64_t* free_of(int step) {\n"
+     "    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
+     "                             int entry) {\n"
+     "    token += s.lane * kRunTokens;\n"
+     "    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);\n"
+     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - token, kRunTokens), first);\n"
+     "    run_copy& run = run_of_lane(s);\n"
+     "    run.from = record_address(args, entry, token + first, kRecordBytes);\n"
+     "    run.to = (uint32_t)((s.lane % kRuns * kRunTokens + first) * kPitch);\n"
+     "    run.bytes = (uint32_t)((last - first) * kRecordBytes);\n"
+     "#pragma unroll 1\n"
+     "    for (int w = 0; w < 4; w++) {\n"
+     "        run.masks[w] = mask_of_tokens(w * kWarpTokens, first, last);\n"
      "    }\n"
-     "    if (s.lane < kRuns) {\n"
-     "        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);\n"
-     "        barrier_arrive_expect(arrival_of(step), bytes);\n"
-     "        if (bytes) {\n"
-     "            uint64_t from = record_address(args, entry, at + first, kRecordBytes);\n"
-     "            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,\n"
-     "                      bytes, arrival_of(step));\n"
-     "        }\n"
+     "}\n"
+     "\n"
+     "// By the lanes that have the step's runs.\n"
+     "KMLA_DEVICE void start_bulk_copies(const reader_state& s, int step) {\n"
+     "    int run = s.lane - step % kLookUpSteps * kRuns;\n"
+     "    if (run < 0 || run >= kRuns) {\n"
+     "        return;\n"
+     "    }\n"
+     "    const run_copy& copy = run_of_lane(s);\n"
+     "    *(word2*)(token_masks_of(step) + 4 * run) = *(const word2*)copy.masks;\n"
+     "    barrier_arrive_expect(arrival_of(step), copy.bytes);\n"
+     "    if (copy.bytes) {\n"
+     "        copy_bulk(stage_of(step) + copy.to, (const void*)copy.from, copy.bytes, arrival_of(step));\n"
      "    }\n"
      "}\n"
      "#endif\n"
@@ -5718,8 +6653,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        args, entry, token + s.warp * kWarpTokens + s.lane % kWarpTokens, kRecordBytes);\n"
      "    address = entry >= 0 \? address : 0;\n"
      "    if (s.lane == 0) {\n"
-    },
-    {"reader.cuh", 318,
      "        token_masks_of(step)[s.warp] = (warp_mask)exists;\n"
      "    }\n"
      "    uint8_t* stage = stage_of(step) + s.warp * kWarpTokens * kPitch;\n"
@@ -5734,32 +6667,57 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    copy_async_commit();\n"
      "}\n"
      "\n"
-     "// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside\n"
-     "// the tile's bounds are not read.\n"
-     "KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
-     "                           int token, int entry) {\n"
+     "// Starts the copy of a step, which begins at `token`, when its stage is free. Tokens outside the\n"
+     "// tile's bounds are not read. `entry`: the look-up, if not in bulk.\n"
+     "template <bool bulk>\n"
+    },
+    {"reader.cuh", 411,
+     "KMLA_DEVICE void start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
+     "                            int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
-     "    if (copies_in_bulk(s)) {\n"
+     "    if (bulk) {\n"
      "        if (is_copier(s)) {\n"
-     "            start_bulk_copies(args, s, step, token, entry);\n"
+     "            if (step >= kStages) {\n"
+     "                barrier_wait(free_of(step), (uint32_t)(step / kStages - 1) & 1);\n"
+     "            }\n"
+     "            start_bulk_copies(s, step);\n"
      "        }\n"
-     "        return (step + 1) % kLookUpSteps \? entry : look_up(args, s, token + kStep);\n"
+     "        return;\n"
      "    }\n"
      "#endif\n"
      "    start_record_copies(args, s, step, token, entry);\n"
-     "    return look_up(args, s, token + kStep);\n"
      "}\n"
      "\n"
-     "// Until the step is here, for all threads.\n"
-     "KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {\n"
+     "// What the copies of steps from `step` on need, made ready from a look-up.\n"
+     "template <bool bulk>\n"
+     "KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
+     "                                int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
-     "    if (copies_in_bulk(s)) {\n"
+     "    if (bulk && is_copier(s)) {\n"
+     "        prepare_run(args, s, token, entry);\n"
+     "    }\n"
+     "#endif\n"
+     "}\n"
+     "\n"
+     "// Until the step is here, for all threads; if each copied its part, nobody is in the step before.\n"
+     "template <bool bulk> KMLA_DEVICE void wait_for_copy(int step) {\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    if (bulk) {\n"
      "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n"
      "        return;\n"
      "    }\n"
      "#endif\n"
      "    copy_async_wait<0>();\n"
      "    sync_block();\n"
+     "}\n"
+     "\n"
+     "// The warp is done with the step's records.\n"
+     "template <bool bulk> KMLA_DEVICE void release_step(const reader_state& s, int step) {\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    if (bulk && s.lane == 0) {\n"
+     "        barrier_arrive(free_of(step));\n"
+     "    }\n"
+     "#endif\n"
      "}\n"
      "\n"
      "// ---- QK: S^T of the warp's tokens x the tile over one group of dims\n"
@@ -5826,7 +6784,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll\n"
      "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
     },
-    {"reader.cuh", 423,
+    {"reader.cuh", 522,
      "        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;\n"
      "        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;\n"
      "        record[tile] = tokens + s.row_in_quad * kPitch;\n"
@@ -5919,7 +6877,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
      "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
     },
-    {"reader.cuh", 514,
+    {"reader.cuh", 613,
      "    power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
      "    if (group == 0) {\n"
      "        exponents()[token] = (float)((int)(power >> 23) - 127);\n"
@@ -5993,71 +6951,70 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return top > KMLA_I_REFERENCE_GROWTH;\n"
      "}\n"
      "\n"
-     "// The maximum of a unit's vector 2 * column + i for all to see.\n"
-     "KMLA_DEVICE void store_top(const reader_state& s, int slot, int i, float* of_tile, float top) {\n"
+     "// Of the unit's 16 tokens, two a lane; lanes of a column agree.\n"
+     "KMLA_DEVICE float top_of_unit(float low, float high) {\n"
+     "    float top = maximum(low, high);\n"
      "    top = maximum(top, shuffle_xor(top, 4));\n"
      "    top = maximum(top, shuffle_xor(top, 8));\n"
-     "    top = maximum(top, shuffle_xor(top, 16));\n"
-     "    if (s.row_in_quad == 0) {\n"
-     "        of_tile[vector_of(s, slot) + i] = top;\n"
-     "    }\n"
+     "    return maximum(top, shuffle_xor(top, 16));\n"
      "}\n"
      "\n"
-     "// A new reference for a vector whose maximum has outgrown the old one.\n"
-     "KMLA_DEVICE float raised_reference(const reader_state& s, int slot, int i, int first_tile,\n"
-     "                                   float reference) {\n"
-     "    int n = vector_of(s, slot) + i;\n"
-     "    float top = -infinity();\n"
-     "    for (int tile = 0; tile < kStepTiles; tile++) {\n"
-     "        top = maximum(top, of_tokens(first_tile + tile)[n]);\n"
-     "    }\n"
+     "KMLA_DEVICE float raised_reference(float top, float reference) {\n"
      "    return top - reference > KMLA_I_REFERENCE_GROWTH \? top - KMLA_I_REFERENCE_BELOW : reference;\n"
      "}\n"
      "\n"
-    },
-    {"reader.cuh", 608,
-     "// New references where maxima have outgrown them, sums by the new ones, and factors for O.\n"
-     "KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],\n"
-     "                                  const float (&exponent)[2]) {\n"
-     "    float factor[kSlots][2];\n"
+     "// A step's maxima for all to see: of scores; and above these, tile by tile, of what weighs V.\n"
+     "KMLA_DEVICE void store_tops(const reader_state& s, const float (&x)[kSlots][4],\n"
+     "                            const float (&exponent)[2]) {\n"
      "#pragma unroll\n"
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
-     "            store_top(s, slot, i, of_tokens(tile_of(s, 0)), maximum(x[slot][i], x[slot][2 + i]));\n"
+     "            int n = vector_of(s, slot) + i;\n"
+     "            float low = x[slot][i], high = x[slot][2 + i];\n"
+    },
+    {"reader.cuh", 706,
+     "            float top = top_of_unit(low, high), base = top == -infinity() \? 0 : top;\n"
+     "            float above = kPacked \? top_of_unit(low - base + exponent[0], high - base + exponent[1])\n"
+     "                                  : 0;\n"
+     "            if (s.row_in_quad == 0) {\n"
+     "                of_tokens(tile_of(s, 0))[n] = top;\n"
+     "                of_tokens(kStepTiles + tile_of(s, 0))[n] = above;\n"
+     "            }\n"
      "        }\n"
      "    }\n"
+     "}\n"
+     "\n"
+     "// New references where maxima have outgrown them, sums by the new ones, and factors for O.\n"
+     "KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],\n"
+     "                                  const float (&exponent)[2]) {\n"
+     "    store_tops(s, x, exponent);\n"
      "    sync_block();\n"
      "#pragma unroll\n"
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            unit_state& unit = s.unit[slot];\n"
-     "            float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);\n"
+     "            int n = vector_of(s, slot) + i;\n"
+     "            float top = -infinity(), above = -infinity();\n"
+     "            for (int tile = 0; tile < kStepTiles; tile++) {\n"
+     "                top = maximum(top, of_tokens(tile)[n]);\n"
+     "            }\n"
+     "            float old = unit.sum_reference[i], raised = raised_reference(top, old);\n"
      "            bool same = raised == old;\n"
-     "            factor[slot][i] = same \? 1.0f : exp2_fast(old - raised);\n"
-     "            unit.sum[i] *= factor[slot][i];\n"
+     "            float factor = same \? 1.0f : exp2_fast(old - raised);\n"
+     "            unit.sum[i] *= factor;\n"
      "            unit.sum_reference[i] = raised;\n"
      "            if (kPacked) {\n"
-     "                unit.weight_reference[i] -= same \? 0 : raised - old; // stays where it was\n"
-     "                float low = x[slot][i] - raised + exponent[0];\n"
-     "                float high = x[slot][2 + i] - raised + exponent[1];\n"
-     "                store_top(s, slot, i, of_tokens(kStepTiles + tile_of(s, 0)), maximum(low, high));\n"
-     "            }\n"
-     "        }\n"
-     "    }\n"
-     "    if (kPacked) {\n"
-     "        sync_block();\n"
-     "    }\n"
-     "#pragma unroll\n"
-     "    for (int slot = 0; slot < kSlots; slot++) {\n"
-     "        for (int i = 0; i < 2 && owns(s); i++) {\n"
-     "            if (kPacked) {\n"
-     "                float& reference = s.unit[slot].weight_reference[i];\n"
-     "                float raised = raised_reference(s, slot, i, kStepTiles, reference);\n"
-     "                factor[slot][i] = raised == reference \? 1.0f : exp2_fast(reference - raised);\n"
-     "                reference = raised;\n"
+     "                for (int tile = 0; tile < kStepTiles; tile++) {\n"
+     "                    above = maximum(above, of_tokens(tile)[n] - raised +\n"
+     "                                               of_tokens(kStepTiles + tile)[n]);\n"
+     "                }\n"
+     "                old = unit.weight_reference[i] - (same \? 0 : raised - old); // where it was\n"
+     "                raised = raised_reference(above, old);\n"
+     "                factor = raised == old \? 1.0f : exp2_fast(old - raised);\n"
+     "                unit.weight_reference[i] = raised;\n"
      "            }\n"
      "            if (tile_of(s, 0) == 0 && s.row_in_quad == 0) {\n"
-     "                factors()[vector_of(s, slot) + i] = factor[slot][i];\n"
+     "                factors()[n] = factor;\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -6104,18 +7061,43 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return pair & ~(bad * 0xFFFFu);\n"
      "}\n"
      "\n"
-     "// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose\n"
-     "// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not\n"
-     "// reach it; a vector that does see the token has its NaN from the score.\n"
-     "template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
-     "    const uint32_t largest = 0x7BFF7BFFu; // 65504\n"
-     "    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),\n"
-     "                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};\n"
+     "// NaN codes, 0x7F and 0xFF, to the numbers before them, byte by byte.\n"
+     "KMLA_DEVICE uint32_t only_numbers_e4m3(uint32_t codes) {\n"
+     "    return codes - (((codes & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) >> 7);\n"
+     "}\n"
+     "\n"
+     "// In a step in which some vector may not see some token, 0 * NaN must not reach it: no value that the\n"
+     "// warp will multiply stays NaN. A vector that does see the token has its NaN from the score.\n"
+     "KMLA_DEVICE void clean_values(const reader_state& s, uint8_t* stage) {\n"
+     "    const int words = 64 * (kBf16 \? 2 : 1) / 4; // of the warp's dims of a token\n"
+     "#pragma unroll 1\n"
+    },
+    {"reader.cuh", 804,
+     "    for (int i = s.lane; i < kStep * words; i += 32) {\n"
+     "        uint32_t* at = (uint32_t*)(stage + i / words * kPitch) + words * s.warp + i % words;\n"
+     "        *at = kBf16 \? only_numbers_bf16(*at) : only_numbers_e4m3(*at);\n"
+     "    }\n"
+     "#if KMLA_HAS_BULK_COPY\n"
+     "    fence_async_reads(); // and copies into the stage come after that\n"
+     "#endif\n"
+     "}\n"
+     "\n"
+     "// Codes of 8 dims, which row_in_quad owns, of tokens 2 * column, + 1, + 8, + 9 of a k16 step.\n"
+     "struct code_values {\n"
+     "    word2 token[4];\n"
+     "};\n"
+     "KMLA_DEVICE code_values load_code_values(const reader_state& s, const uint8_t* stage, int k) {\n"
+     "    const uint8_t* at =\n"
+     "        stage + (16 * k + 2 * s.column) * kPitch + 64 * s.warp + 8 * s.row_in_quad;\n"
+     "    return code_values{{*(const word2*)at, *(const word2*)(at + kPitch),\n"
+     "                        *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)}};\n"
+     "}\n"
+     "\n"
+     "// V^T fragments: the tokens of a fragment column pair are neighbours, whose bytes are woven together.\n"
+     "KMLA_DEVICE void weave_code_values(const code_values& codes, uint32_t (&a)[4][4]) {\n"
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
-    },
-    {"reader.cuh", 705,
-     "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
+     "        word2 even = codes.token[2 * half], odd = codes.token[2 * half + 1];\n"
      "        uint32_t woven[4] = {\n"
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
      "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
@@ -6124,13 +7106,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            uint32_t pair[2];\n"
      "            e4m3x4_to_f16(woven[m], pair);\n"
      "            for (int i = 0; i < 2; i++) {\n"
-     "                a[m][2 * half + i] = masked \? minimum_f16x2(pair[i], largest) : pair[i];\n"
+     "                a[m][2 * half + i] = pair[i];\n"
      "            }\n"
      "        }\n"
      "    }\n"
      "}\n"
      "\n"
-     "template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
+     "KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {\n"
      "#pragma unroll\n"
      "    for (int half = 0; half < 2; half++) {\n"
      "        word4 even = *(const word4*)(at + 8 * half * kPitch);\n"
@@ -6138,10 +7120,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        uint32_t e[4] = {even.x, even.y, even.z, even.w}, o[4] = {odd.x, odd.y, odd.z, odd.w};\n"
      "#pragma unroll\n"
      "        for (int m = 0; m < 4; m++) {\n"
-     "            uint32_t low = permute_bytes(e[m], o[m], 0x5410);\n"
-     "            uint32_t high = permute_bytes(e[m], o[m], 0x7632);\n"
-     "            a[m][2 * half] = masked \? only_numbers_bf16(low) : low;\n"
-     "            a[m][2 * half + 1] = masked \? only_numbers_bf16(high) : high;\n"
+     "            a[m][2 * half] = permute_bytes(e[m], o[m], 0x5410);\n"
+     "            a[m][2 * half + 1] = permute_bytes(e[m], o[m], 0x7632);\n"
      "        }\n"
      "    }\n"
      "}\n"
@@ -6171,7 +7151,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {\n"
+     "// `codes`: those of the first k16 step.\n"
+     "KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, code_values codes) {\n"
      "    int dim = 64 * s.warp + 8 * s.row_in_quad;\n"
      "    uint32_t weight[kColumns][4];\n"
      "#pragma unroll\n"
@@ -6180,11 +7161,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        uint32_t a[4][4];\n"
      "        if (kBf16) {\n"
      "            load_weights(s, 16 * k, weight);\n"
-     "            load_bf16_values<masked>(records + 2 * dim, a);\n"
+     "            load_bf16_values(records + 2 * dim, a);\n"
      "        } else {\n"
-     "            load_code_values<masked>(records + dim, a);\n"
+     "            weave_code_values(codes, a);\n"
+     "            codes = load_code_values(s, stage, k < kStepTiles - 1 \? k + 1 : k);\n"
      "            if (k % 2 == 0) {\n"
      "                load_weights(s, 16 * k, weight);\n"
+    },
+    {"reader.cuh", 898,
      "            }\n"
      "            if (kPacked && k % 2 == 0) {\n"
      "                scale_weights(s, 16 * k, weight);\n"
@@ -6209,12 +7193,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- results\n"
      "\n"
-     "// Joins the sums of a vector's units. Nobody may be in softmax.\n"
-     "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {\n"
-     "    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);\n"
+     "KMLA_DEVICE float* sum_references() { return of_tokens(kStepTiles); }\n"
+     "KMLA_DEVICE float* weight_references() { return of_tokens(kStepTiles + 1); }\n"
+     "\n"
+     "// Of each vector: the sums of its units, and the references, for all to see. Nobody may be in softmax.\n"
+     "KMLA_DEVICE void join_sums(reader_state& s) {\n"
      "#pragma unroll\n"
-    },
-    {"reader.cuh", 803,
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            const unit_state& unit = s.unit[slot];\n"
@@ -6227,24 +7211,50 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                of_tokens(tile_of(s, 0))[n] = sum;\n"
      "            }\n"
      "            if (s.row_in_quad == 0 && tile_of(s, 0) == 0) {\n"
-     "                sum_references[n] = unit.sum_reference[i];\n"
-     "                weight_references[n] = unit.weight_reference[i];\n"
+     "                sum_references()[n] = unit.sum_reference[i];\n"
+     "                weight_references()[n] = unit.weight_reference[i];\n"
      "            }\n"
      "        }\n"
      "    }\n"
      "    sync_block();\n"
+     "}\n"
+     "\n"
+     "// O and lse of the split.\n"
+     "KMLA_DEVICE void store_split(const kmla_i_reader_args& args, reader_state& s) {\n"
      "    int n = thread_index();\n"
+     "    float sum = 0, reference = 0;\n"
+     "    join_sums(s);\n"
      "    if (n < kTile) {\n"
-     "        float sum = 0;\n"
      "        for (int tile = 0; tile < kStepTiles; tile++) {\n"
      "            sum += of_tokens(tile)[n];\n"
      "        }\n"
-     "        float scale = kPacked \? exp2_wide(weight_references[n]) : args.kv_scale;\n"
-     "        finish_vector(args, n, sum, sum_references[n], scale);\n"
+     "        reference = sum_references()[n];\n"
+     "        weigh_vector(args, n, sum, kPacked \? exp2_wide(weight_references()[n]) : args.kv_scale);\n"
+     "    }\n"
+     "    sync_block();\n"
+     "    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);\n"
+     "    if (n < kTile) {\n"
+     "        store_vector_lse(args, n, sum, reference);\n"
      "    }\n"
      "}\n"
      "\n"
      "// ---- the block\n"
+     "\n"
+     "// Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;\n"
+     "// the first warp stores what all need later. A block barrier must follow.\n"
+     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "    static_assert(kTile <= 32, \"a vector a lane\");\n"
+     "    tile_bounds mine;\n"
+     "    vector_range range = find_range(args, s, s.lane, mine);\n"
+     "    mine = join_lanes(mine, 1);\n"
+     "    (tile_bounds&)bounds() = mine; // all the same\n"
+     "    bounds().first_row = s.first_row;\n"
+     "    bounds().vectors = s.vectors;\n"
+     "    if (thread_index() < kTile) {\n"
+     "        range_of(s.lane) = range;\n"
+     "        place_vector(args, s.lane);\n"
+     "    }\n"
+     "}\n"
      "\n"
      "KMLA_DEVICE void clear_state(reader_state& s) {\n"
      "#pragma unroll\n"
@@ -6264,20 +7274,32 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// Starts the copies of the first steps, one a stage. `likely`: bulk look-ups from likely_first on.\n"
-     "KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,\n"
-     "                            int steps, int likely) {\n"
-     "    int entry = likely;\n"
-     "    if (!copies_in_bulk(s) || first != likely_first(args, s)) {\n"
-     "        entry = look_up(args, s, first);\n"
+     "// QK, softmax and PV of a step. `whole`: every vector of the tile sees every token of it.\n"
+     "KMLA_DEVICE void take_step(reader_state& s, int token, int step, bool whole) {\n"
+     "    uint8_t* stage = stage_of(step);\n"
+     "    group_scores score;\n"
+     "    float x[kSlots][4];\n"
+     "    multiply_keys(s, stage, score);\n"
+     "    float ratio = split_scales(s, stage);\n"
+     "    exchange_scores(s, score, x); // behind its barrier all are done with the step before\n"
+     "    store_ratio(s, ratio);\n"
+     "    if (!whole) {\n"
+    },
+    {"reader.cuh", 1013,
+     "        mask_scores(s, token, token_masks_of(step), x);\n"
+     "        clean_values(s, stage);\n"
+     "        sync_block(); // between a warp's lanes\n"
      "    }\n"
-     "#pragma unroll 1\n"
-     "    for (int step = 0; step < kStages && step < steps; step++) {\n"
-     "        entry = start_copy(args, s, step, first + step * kStep, entry);\n"
+     "    code_values codes; // before the barrier, for its latency\n"
+     "    if (!kBf16) {\n"
+     "        codes = load_code_values(s, stage, 0);\n"
      "    }\n"
-     "    return entry;\n"
+     "    softmax_step(s, x);\n"
+     "    multiply_values(s, stage, codes);\n"
      "}\n"
      "\n"
+     "// `likely`: bulk look-ups from likely_first on.\n"
+     "template <bool bulk>\n"
      "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {\n"
      "    int first = bounds().begin / kStep * kStep;\n"
      "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
@@ -6288,32 +7310,35 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // Steps of which every vector of the tile sees every token that exists.\n"
      "    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;\n"
      "    int full_end = (bounds().full_end - first) / kStep;\n"
-     "    int entry = fill_stages(args, s, first, steps, likely);\n"
+     "    int entry = bulk && first == likely_first(args, s) \? likely : look_up<bulk>(args, s, first);\n"
+     "    prepare_copies<bulk>(args, s, first, entry);\n"
+     "    start_copy<bulk>(args, s, 0, first, entry);\n"
+     "    copy_async_commit();\n"
+     "    entry = bulk \? -1 : look_up<false>(args, s, first + kStep);\n"
      "    finish_query(args, s);\n"
      "    clear_state(s);\n"
-     "    for (int step = 0; step < steps; step++) {\n"
-     "        int token = first + step * kStep, ahead = step + kStages - 1;\n"
-     "        const uint8_t* stage = stage_of(step);\n"
-     "        const warp_mask* masks = token_masks_of(step);\n"
-     "        group_scores score;\n"
-     "        float x[kSlots][4];\n"
-     "        bool whole = step >= full_begin && step < full_end && all_exist(masks);\n"
-     "        wait_for_copy(s, step);\n"
-     "        multiply_keys(s, stage, score);\n"
-     "        float ratio = split_scales(s, stage);\n"
-     "        exchange_scores(s, score, x); // behind its barrier all are done with the step before\n"
-     "        store_ratio(s, ratio);\n"
-     "        if (step > 0 && ahead < steps) {\n"
-     "            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);\n"
+     "#pragma unroll 1\n"
+     "    for (int step = 0; step < steps;) {\n"
+     "        int ahead = step + 1, stop = steps; // until copies have to be made ready again\n"
+     "        if (bulk) {\n"
+     "            stop = minimum(steps, (ahead / kLookUpSteps + 1) * kLookUpSteps - 1);\n"
+     "            if (ahead % kLookUpSteps == 0 && ahead < steps) {\n"
+     "                int token = first + ahead * kStep;\n"
+     "                prepare_copies<bulk>(args, s, token, look_up<bulk>(args, s, token));\n"
+     "            }\n"
      "        }\n"
-     "        if (!whole) {\n"
-     "            mask_scores(s, token, masks, x);\n"
-     "        }\n"
-     "        softmax_step(s, x);\n"
-     "        if (whole) {\n"
-     "            multiply_values<false>(s, stage);\n"
-     "        } else {\n"
-     "            multiply_values<true>(s, stage);\n"
+     "#pragma unroll 1\n"
+     "        for (; step < stop; step++) {\n"
+     "            int token = first + step * kStep;\n"
+     "            bool whole = step >= full_begin && step < full_end && all_exist(token_masks_of(step));\n"
+     "            wait_for_copy<bulk>(step);\n"
+     "            if (step + 1 < steps) {\n"
+     "                start_copy<bulk>(args, s, step + 1, token + kStep, entry);\n"
+     "                copy_async_commit();\n"
+     "                entry = bulk \? -1 : look_up<false>(args, s, token + 2 * kStep);\n"
+     "            }\n"
+     "            take_step(s, token, step, whole);\n"
+     "            release_step<bulk>(s, step);\n"
      "        }\n"
      "    }\n"
      "}\n"
@@ -6329,29 +7354,29 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    s.dims = s.warp % kGroups;\n"
      "    s.half = s.warp / kGroups;\n"
      "    s.owner = s.dims % kOwners;\n"
-    },
-    {"reader.cuh", 917,
      "    if (s.first_vector >= s.vectors) {\n"
      "        return;\n"
      "    }\n"
      "#if KMLA_HAS_BULK_COPY\n"
-     "    if (thread_index() == 0) {\n"
+     "    if (is_copier(s) && s.lane == 0) { // which needs them before the first block barrier\n"
      "        for (int stage = 0; stage < kStages; stage++) {\n"
      "            barrier_init(arrival_of(stage), kRuns);\n"
+     "            barrier_init(free_of(stage), kWarps);\n"
      "        }\n"
      "        barrier_init_fence();\n"
      "    }\n"
      "#endif\n"
      "    // First, for their latency.\n"
-     "    int likely = copies_in_bulk(s) \? look_up(args, s, likely_first(args, s)) : -1;\n"
+     "    int likely = copies_in_bulk(s) \? look_up<true>(args, s, likely_first(args, s)) : -1;\n"
      "    load_query(args, s);\n"
-     "    find_ranges(args, s, of_tokens(0));\n"
-     "    sync_block();\n"
-     "    read_tokens(args, s, likely);\n"
+     "    find_ranges(args, s);\n"
+     "    if (copies_in_bulk(s)) {\n"
+     "        read_tokens<true>(args, s, likely);\n"
+     "    } else {\n"
+     "        read_tokens<false>(args, s, likely);\n"
+     "    }\n"
      "    launch_dependents();\n"
-     "    finish_softmax(args, s);\n"
-     "    sync_block();\n"
-     "    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);\n"
+     "    store_split(args, s);\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -6376,7 +7401,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kValueWarps = kWarps - 2 * kScoreWarps;\n"
      "constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;\n"
      "// Registers of a thread that scores and of one that weighs; all start with 128.\n"
-     "constexpr int kScoreRegisters = kTile > 56 \? 80 : kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
+     "constexpr int kScoreRegisters = kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
      "constexpr int kValueRegisters = 256 - kScoreRegisters;\n"
      "// Named barriers; 0 is the block's.\n"
      "constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;\n"
@@ -6385,8 +7410,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each\n"
      "constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims\n"
-     "constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied\n"
-     "static_assert(KMLA_ROPE_DIMS == 2 * kBatchSteps * 16, \"two batches of rope\");\n"
+     "constexpr int kBatchSteps = kTile <= 32 \? 4 : 2; // of QK: converted while others are multiplied\n"
+     "constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;\n"
+     "constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page\n"
      "static_assert(kStep == 2 * kRunTokens, \"a step is two runs\");\n"
      "\n"
@@ -6425,9 +7451,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
-     "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
     },
     {"hopper.cuh", 70,
+     "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
      "    return shared_memory() + kWeightsAt + buffer * kTile * 128;\n"
      "}\n"
      "KMLA_DEVICE uint8_t* records_of(int slot) {\n"
@@ -6491,7 +7517,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "           (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;\n"
      "}\n"
      "\n"
-     "// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane\n"
+     "// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part\n"
+     "\n"
+     "constexpr int kQueryLanes = KMLA_I_HOPPER_THREADS >= 16 * kTile \? 16 : 8;\n"
+     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;\n"
      "\n"
      "KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {\n"
      "    uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};\n"
@@ -6511,12 +7540,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// score_scale.\n"
      "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
      "                                  uint32_t (&pair)[8]) {\n"
+    },
+    {"hopper.cuh", 157,
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
      "    } else if (args.query_format == KMLA_QUERY_PACKED && block >= rope) {\n"
-    },
-    {"hopper.cuh", 157,
      "        load_bf16(record + KMLA_PACKED_ROPE_OFFSET + 32 * (block - rope), pair);\n"
      "    } else {\n"
      "        float scale = args.query_format == KMLA_QUERY_PACKED\n"
@@ -6534,16 +7563,20 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return amax;\n"
      "}\n"
      "\n"
-     "// Over the 8 lanes of a vector.\n"
-     "KMLA_DEVICE float vector_amax(float amax) {\n"
+     "// Over the 8 lanes of 128 dims; over those of a vector.\n"
+     "KMLA_DEVICE float group_amax(float amax) {\n"
      "    amax = maximum(amax, shuffle_xor(amax, 1));\n"
      "    amax = maximum(amax, shuffle_xor(amax, 2));\n"
      "    return maximum(amax, shuffle_xor(amax, 4));\n"
      "}\n"
+     "KMLA_DEVICE float vector_amax(float amax) {\n"
+     "    amax = group_amax(amax);\n"
+     "    return kQueryLanes > 8 \? maximum(amax, shuffle_xor(amax, 8)) : amax;\n"
+     "}\n"
      "\n"
      "// What the packed query writer would store of the lane's dims of a group, read back.\n"
      "KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {\n"
-     "    float amax = vector_amax(lane_amax(pair, 0));\n"
+     "    float amax = group_amax(lane_amax(pair, 0));\n"
      "    const float largest = bits_float(0x7F7FFFFFu);\n"
      "    float scale = packed_query_scale(amax > largest \? largest : amax);\n"
      "    float inverse = power_of_two_inverse(scale);\n"
@@ -6552,8 +7585,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                            round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);\n"
      "    }\n"
      "}\n"
-     "\n"
-     "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane\n"
      "\n"
      "// One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1\n"
      "// 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.\n"
@@ -6572,20 +7603,21 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// A lane's part i of a vector: loaded, and in e4m3 mode rounded.\n"
      "KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,\n"
      "                                 int part, uint32_t (&pair)[8]) {\n"
-     "    int block = 8 * i + part;\n"
+     "    int block = kQueryLanes * i + part;\n"
      "    for (int w = 0; w < 8; w++) {\n"
      "        pair[w] = 0;\n"
      "    }\n"
      "    if (exists && block < KMLA_QUERY_DIMS / 16) {\n"
      "        load_query_block(args, record, block, pair);\n"
      "    }\n"
-     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {\n"
+     "    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 &&\n"
+     "        block < KMLA_LATENT_DIMS / 16) {\n"
      "        round_to_packed(pair);\n"
      "    }\n"
      "}\n"
      "\n"
      "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {\n"
-     "    int vector = s.first_vector + n, part = s.lane % 8;\n"
+     "    int vector = s.first_vector + n, part = s.lane % kQueryLanes;\n"
      "    bool exists = vector < s.vectors;\n"
      "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
      "                      vector % args.heads * args.query_head_stride;\n"
@@ -6595,8 +7627,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (plain) { // the usual case: all loads at once\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;\n"
-     "            load_bf16(inside \? record + 32 * (8 * i + part) : args.query, kept[i]);\n"
+     "            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;\n"
+     "            load_bf16(inside \? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);\n"
+    },
+    {"hopper.cuh", 244,
      "            for (int w = 0; w < 8; w++) {\n"
      "                kept[i][w] = inside \? kept[i][w] : 0;\n"
      "            }\n"
@@ -6609,8 +7643,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll 1\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
-    },
-    {"hopper.cuh", 249,
      "            load_query_part(args, record, exists, i, part, pair);\n"
      "            amax = lane_amax(pair, amax);\n"
      "        }\n"
@@ -6621,8 +7653,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (plain) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, 8 * i + part, kept[i], factor);\n"
+     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, kQueryLanes * i + part, kept[i], factor);\n"
      "            }\n"
      "        }\n"
      "    } else {\n"
@@ -6630,8 +7662,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
      "            load_query_part(args, record, exists, i, part, pair);\n"
-     "            if (8 * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, 8 * i + part, pair, factor);\n"
+     "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
+     "                store_query_block(n, kQueryLanes * i + part, pair, factor);\n"
      "            }\n"
      "        }\n"
      "    }\n"
@@ -6645,7 +7677,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {\n"
      "#pragma unroll 1\n"
-     "    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {\n"
+     "    for (int n = thread_index() / kQueryLanes; n < kTile;\n"
+     "         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {\n"
      "        stage_vector(args, s, n);\n"
      "    }\n"
      "    fence_async_reads();\n"
@@ -6695,6 +7728,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {\n"
      "        uint64_t record = shuffle(address, i);\n"
      "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
+    },
+    {"hopper.cuh", 341,
      "            copy_async_16(records_of(slot) + i * kPitch + at,\n"
      "                          (const void*)((record \? record : args.kv) + at), record != 0);\n"
      "        }\n"
@@ -6707,8 +7742,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Arrivals that complete a run: of the lane that copies in bulk, or of all that copy records and of\n"
-    },
-    {"hopper.cuh", 345,
      "// the one that says which there are.\n"
      "KMLA_DEVICE uint32_t run_arrivals(const block_place& s) {\n"
      "    return copies_in_bulk(s) \? 1 : kValueThreads + 1;\n"
@@ -6798,6 +7831,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
+    },
+    {"hopper.cuh", 442,
      "        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +\n"
      "                            8 * column;\n"
      "        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);\n"
@@ -6808,8 +7843,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fragment_batch& a) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
-    },
-    {"hopper.cuh", 444,
      "        if (rope_of_bf16) {\n"
      "            for (int i = 0; i < 4; i++) {\n"
      "                a[k][i] = raw[k][i];\n"
@@ -6865,77 +7898,62 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return scales;\n"
      "}\n"
      "\n"
-     "// By the factors behind the group that is done, which then are the next's.\n"
-     "KMLA_DEVICE void scale_scores(accumulators& score, key_scales& scales) {\n"
+     "KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {\n"
      "#pragma unroll\n"
      "    for (int i = 0; i < kColumns * 4; i++) {\n"
-     "        score[i] *= scales.factor[i / 2 % 2][0];\n"
-     "    }\n"
-     "    for (int i = 0; i < 2; i++) {\n"
-     "        for (int g = 0; g + 1 < kGroups; g++) {\n"
-     "            scales.factor[i][g] = scales.factor[i][g + 1];\n"
-     "        }\n"
+     "        score[i] *= scales.factor[i / 2 % 2][group];\n"
      "    }\n"
      "}\n"
      "\n"
-     "// One batch of QK.\n"
-     "KMLA_DEVICE void multiply_batch(uint64_t b, bool add, bool rope_of_bf16, const fragment_batch& a,\n"
-     "                                accumulators& score) {\n"
-     "    wgmma_fence();\n"
-     "#pragma unroll\n"
-     "    for (int k = 0; k < kBatchSteps; k++) {\n"
-     "        if (rope_of_bf16) {\n"
-     "            wgmma_bf16(score, a[k], b + (uint64_t)(2 * k), true);\n"
-     "        } else {\n"
-     "            wgmma_f16(score, a[k], b + (uint64_t)(2 * k), add || k > 0);\n"
-     "        }\n"
+     "KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }\n"
+     "\n"
+     "KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
+     "    if (is_rope_of_bf16(batch)) {\n"
+     "        load_rope(record, column, batch - kLatentBatches, raw);\n"
+     "    } else {\n"
+     "        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);\n"
      "    }\n"
-     "    wgmma_commit();\n"
      "}\n"
      "\n"
+     "// A batch is multiplied while the next is converted and the raw words of the one after it come.\n"
      "KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {\n"
-     "    const int per_group = kGroupSteps / kBatchSteps; // batches: even, so that buffers alternate\n"
+     "    const int per_group = kGroupSteps / kBatchSteps;\n"
      "    key_scales scales;\n"
      "    raw_batch raw;\n"
      "    fragment_batch a[2];\n"
-     "    const uint8_t* codes = record + 4 * s.column;\n"
-     "    uint64_t b = query_descriptor(0);\n"
-     "    load_batch(codes, raw);\n"
+     "    load_any_batch(record, s.column, 0, raw);\n"
      "    if (kPacked) {\n"
      "        scales = load_key_scales(record);\n"
      "    }\n"
      "    batch_to_fragments(raw, false, a[0]);\n"
-     "    load_batch(codes + kBatchSteps * 16, raw);\n"
-     "#pragma unroll(kPacked \? 1 : kGroups) // products of E4M3 codes are under way from group to group\n"
-     "    for (int group = 0; group < kGroups; group++) {\n"
+     "    load_any_batch(record, s.column, 1, raw);\n"
      "#pragma unroll\n"
+     "    for (int batch = 0; batch < kBatches; batch++) {\n"
     },
-    {"hopper.cuh", 543,
-     "        for (int batch = 0; batch < per_group; batch++) {\n"
-     "            // 32 bytes of k a step in a block of 128.\n"
-     "            multiply_batch(b + (uint64_t)(batch / 2 * kTile * 128 / 16 + batch % 2 * 4),\n"
-     "                           group + batch > 0, false, a[batch % 2], score);\n"
-     "            wgmma_wait<1>(); // the batch before is done with its registers\n"
-     "            batch_to_fragments(raw, false, a[(batch + 1) % 2]);\n"
-     "            load_batch(codes + (batch + 2) * kBatchSteps * 16, raw);\n"
-     "        }\n"
-     "        b += 2 * kTile * 128 / 16;\n"
-     "        codes += kGroupSteps * 16;\n"
-     "        if (kPacked) {\n"
+    {"hopper.cuh", 538,
+     "        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {\n"
      "            wgmma_wait<0>();\n"
-     "            scale_scores(score, scales);\n"
+     "            scale_scores(score, scales, batch / per_group - 1);\n"
+     "        }\n"
+     "        wgmma_fence();\n"
+     "#pragma unroll\n"
+     "        for (int k = 0; k < kBatchSteps; k++) {\n"
+     "            uint64_t b = query_descriptor(batch * kBatchSteps + k);\n"
+     "            if (is_rope_of_bf16(batch)) {\n"
+     "                wgmma_bf16(score, a[batch % 2][k], b, true);\n"
+     "            } else {\n"
+     "                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);\n"
+     "            }\n"
+     "        }\n"
+     "        wgmma_commit();\n"
+     "        if (batch + 1 < kBatches) {\n"
+     "            wgmma_wait<1>(); // the batch before is done with its registers\n"
+     "            batch_to_fragments(raw, is_rope_of_bf16(batch + 1), a[(batch + 1) % 2]);\n"
+     "        }\n"
+     "        if (batch + 2 < kBatches) {\n"
+     "            load_any_batch(record, s.column, batch + 2, raw);\n"
      "        }\n"
      "    }\n"
-     "    // What is in a and raw now are the first two batches behind the latent dims: E4M3's rope.\n"
-     "    if (kPacked) {\n"
-     "        load_rope(record, s.column, 0, raw);\n"
-     "        batch_to_fragments(raw, true, a[0]);\n"
-     "        load_rope(record, s.column, 1, raw);\n"
-     "    }\n"
-     "    multiply_batch(b, true, kPacked, a[0], score);\n"
-     "    wgmma_wait<1>();\n"
-     "    batch_to_fragments(raw, kPacked, a[1]);\n"
-     "    multiply_batch(b + 4, true, kPacked, a[1], score);\n"
      "    wgmma_wait<0>();\n"
      "}\n"
      "\n"
@@ -6997,12 +8015,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "struct of_two {\n"
      "    float value[2];\n"
      "};\n"
-    },
-    {"hopper.cuh", 629,
      "KMLA_DEVICE of_two load_two(const score_place& s, const float* of_vectors, int j) {\n"
      "    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);\n"
      "    return of_two{{bits_float(bits.x), bits_float(bits.y)}};\n"
      "}\n"
+    },
+    {"hopper.cuh", 626,
      "KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {\n"
      "    word4 bits = *(const word4*)(terms() + 4 * j + s.column);\n"
      "    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},\n"
@@ -7093,12 +8111,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- references, the rare case: maxima of each vector over the step\n"
      "\n"
-    },
-    {"hopper.cuh", 723,
      "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the\n"
      "// sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
      "\n"
+    },
+    {"hopper.cuh", 720,
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
@@ -7175,10 +8193,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        float top_weight = find_top<kTopWeight>(s, score, power, exponent);\n"
      "        bool outgrown = top_weight - (float)exponent_of_scale(before) >\n"
      "                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;\n"
-    },
-    {"hopper.cuh", 803,
      "        if (grown && (old == kNoReference || outgrown)) {\n"
      "            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;\n"
+    },
+    {"hopper.cuh", 798,
      "            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));\n"
      "            weight_scales()[n] = now;\n"
      "        }\n"
@@ -7245,14 +8263,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    if (grown) {\n"
      "        raise_references(s, first, score, power, exponent);\n"
-     "        pass_turn(s);\n"
      "        scale_sums(s, s.group);\n"
      "        store_weights(s, score, power, of_step);\n"
      "        fence_async_reads();\n"
      "        meet_group(s);\n"
-     "    } else {\n"
-     "        pass_turn(s);\n"
      "    }\n"
+     "    pass_turn(s); // of the references nothing is read any more\n"
      "    add_to_sums(s, of_step);\n"
      "}\n"
      "\n"
@@ -7280,10 +8296,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int row = 0; row < 2 * kScoreWarps; row++) {\n"
      "            total += rows[row * kTile + n];\n"
      "        }\n"
-    },
-    {"hopper.cuh", 906,
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
+    },
+    {"hopper.cuh", 899,
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
      "    }\n"
      "}\n"
@@ -7384,8 +8400,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            e4m3x4_to_f16(woven[m], pair);\n"
      "            for (int i = 0; i < 2; i++) {\n"
      "                uint32_t value = kPacked \? multiply_f16x2(pair[i], ratio) : pair[i];\n"
-    },
-    {"hopper.cuh", 1008,
      "                a[m][2 * half + i] = masked \? minimum_f16x2(value, largest) : value;\n"
      "            }\n"
      "        }\n"
@@ -7393,6 +8407,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Converted values of a k16 step; with registers to spare those of two.\n"
+    },
+    {"hopper.cuh", 1006,
      "constexpr int kValueBuffers = kTile <= 32 \? 2 : 1;\n"
      "\n"
      "// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.\n"
@@ -7490,8 +8506,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int slot = 0; slot < kStages; slot++) {\n"
      "        barrier_init(arrival_of(slot), run_arrivals(s));\n"
      "    }\n"
-    },
-    {"hopper.cuh", 1112,
      "    for (int buffer = 0; buffer < 2; buffer++) {\n"
      "        barrier_init(weights_ready(buffer), 1);\n"
      "        barrier_init(weights_free(buffer), kValueWarps);\n"
@@ -7499,6 +8513,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    barrier_init_fence();\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 1110,
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
@@ -7608,11 +8624,34 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "// Adds the weights of those parts, but elements of one part only: the share's, which part_out is\n"
+     "// of. Where that weighs nothing they are not read, whatever they hold.\n"
+     "KMLA_DEVICE void add_share(const kmla_i_combine_args& args, int64_t at, int first, int count,\n"
+     "                           float lane_weight, weighted& all) {\n"
+     "    for (int i = 0; i < count; i++) {\n"
+     "        float weight = shuffle(lane_weight, i), x[4];\n"
+     "        all.sum += weight;\n"
+     "        if (weight > 0 && first + i == args.share - 1) {\n"
+     "            if (args.part_type == KMLA_FP32) {\n"
+     "                numbers_of(((const word4*)args.part_out)[at / 4], x);\n"
+     "            } else {\n"
+     "                numbers_of(((const word2*)args.part_out)[at / 4], x);\n"
+     "            }\n"
+     "            for (int d = 0; d < 4; d++) {\n"
+     "                all.out[d] = weight * x[d];\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
      "// out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.\n"
      "// A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that\n"
+    },
+    {"merge.cuh", 96,
      "// its split has written the result itself; in the combine both are empty parts, like -inf. One\n"
      "// block a vector, four dims a thread; each warp finds the weights, a part a lane.\n"
-     "template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
+     "template <bool is_merge, bool is_share>\n"
+     "KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
      "    const float log2_e = 1.44269504f, ln_2 = 0.693147181f;\n"
      "    int head = block_x(), row = block_y(), dim = thread_index() * 4;\n"
      "    float top = -infinity();\n"
@@ -7629,8 +8668,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    }\n"
      "    for (int mask = 16; mask > 0; mask /= 2) {\n"
-    },
-    {"merge.cuh", 95,
      "        float other = shuffle_xor(top, mask);\n"
      "        int other_part = (int)shuffle_xor((uint32_t)top_part, mask);\n"
      "        if (other > top) {\n"
@@ -7649,7 +8686,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        bool counts = lse > -infinity() && lse < infinity();\n"
      "        float weight = counts \? exp2_fast((lse - top) * log2_e) : 0;\n"
      "        int count = minimum(args.parts - first, 32);\n"
-     "        if (args.part_type == KMLA_FP32) {\n"
+     "        if (is_share) {\n"
+     "            add_share(args, at, first, count, weight, all);\n"
+     "        } else if (args.part_type == KMLA_FP32) {\n"
      "            add_parts<word4>(args, at, first, count, weight, top_part, all);\n"
      "        } else {\n"
      "            add_parts<word2>(args, at, first, count, weight, top_part, all);\n"
@@ -7672,7 +8711,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
      "    wait_dependency();\n"
-     "    weighted_sum<true>(args);\n"
+     "    weighted_sum<true, false>(args);\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -7683,7 +8722,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#ifndef KMLA_TILE // support kernels\n"
      "\n"
      "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
-     "    weighted_sum<false>(args);\n"
+     "    if (args.share > 0) {\n"
+     "        weighted_sum<false, true>(args);\n"
+     "    } else {\n"
+     "        weighted_sum<false, false>(args);\n"
+     "    }\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -7843,7 +8886,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x7EB2F1382D161EE0ull
+#define KMLA_I_DEVICE_PARTS_HASH 0x614FA4139E256372ull
 // clang-format on
 // >>device source end
 
@@ -7865,7 +8908,7 @@ static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH
 // =============================================================================
 //
 //     0.1.0  2026-12  portable reader (sm_80 to sm_121), Hopper reader (sm_90a), merge, combine,
-//                     writers, host reader, images that load without NVRTC
+//                     writers, host reader, images that load without NVRTC, cache of images
 //
 // =============================================================================
 // Licence

@@ -1,5 +1,5 @@
-// Stands in for tools/device/instructions.cuh: the same names, in the same order, and some more, for
-// a block that runs as fibers. `make check` fails if a wrapper lacks or its signature differs.
+// Stands in for tools/device/instructions.cuh: its names, in its order, and some more, for a block
+// that runs as fibers. `make check` fails if one is missing or its signature differs.
 
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -23,7 +23,7 @@ static const emulator::kernel* kernels; // of this file, last first
     static void name(const args_type& args);                                                       \
     static emulator::kernel name##_entry(                                                          \
         #name, [](const void* args) { name(*(const args_type*)args); }, sizeof(args_type),         \
-        threads, blocks, kernels);                                                                         \
+        threads, blocks, kernels);                                                                 \
     static void name(const args_type& args)
 
 struct alignas(8) word2 {
@@ -270,6 +270,8 @@ KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uin
 }
 #endif
 
+KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
+
 #if KMLA_HAS_WGMMA
 // ---- matrix products of a warpgroup: d[64 x n] += a[64 x 16] * b[16 x n], asynchronously
 
@@ -323,7 +325,6 @@ template <uint32_t count> KMLA_DEVICE void registers_release() {
 template <uint32_t count> KMLA_DEVICE void registers_take() {
     emulator::change_registers("registers_take", count, true);
 }
-KMLA_DEVICE void fence_async_reads() { emulator::fence_async_reads(); }
 #endif
 
 // ---- dependent launch: a kernel may start before the one it follows has ended

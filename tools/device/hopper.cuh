@@ -17,7 +17,7 @@ constexpr int kScoreWarps = 4; // of a group
 constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
 constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
 // Registers of a thread that scores and of one that weighs; all start with 128.
-constexpr int kScoreRegisters = kTile > 56 ? 80 : kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
+constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
 constexpr int kValueRegisters = 256 - kScoreRegisters;
 // Named barriers; 0 is the block's.
 constexpr uint32_t kEndBarrier = 1, kSumBarrier = 2;
@@ -26,8 +26,9 @@ constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softm
 
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
-constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied
-static_assert(KMLA_ROPE_DIMS == 2 * kBatchSteps * 16, "two batches of rope");
+constexpr int kBatchSteps = kTile <= 32 ? 4 : 2; // of QK: converted while others are multiplied
+constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;
+constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
 static_assert(kStep == 2 * kRunTokens, "a step is two runs");
 
@@ -130,7 +131,10 @@ KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {
            (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;
 }
 
-// ---- the query: 8 lanes a vector, 16 dims of each 128 a lane
+// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part
+
+constexpr int kQueryLanes = KMLA_I_HOPPER_THREADS >= 16 * kTile ? 16 : 8;
+constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;
 
 KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {
     uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -171,16 +175,20 @@ KMLA_DEVICE float lane_amax(const uint32_t (&pair)[8], float amax) {
     return amax;
 }
 
-// Over the 8 lanes of a vector.
-KMLA_DEVICE float vector_amax(float amax) {
+// Over the 8 lanes of 128 dims; over those of a vector.
+KMLA_DEVICE float group_amax(float amax) {
     amax = maximum(amax, shuffle_xor(amax, 1));
     amax = maximum(amax, shuffle_xor(amax, 2));
     return maximum(amax, shuffle_xor(amax, 4));
 }
+KMLA_DEVICE float vector_amax(float amax) {
+    amax = group_amax(amax);
+    return kQueryLanes > 8 ? maximum(amax, shuffle_xor(amax, 8)) : amax;
+}
 
 // What the packed query writer would store of the lane's dims of a group, read back.
 KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
-    float amax = vector_amax(lane_amax(pair, 0));
+    float amax = group_amax(lane_amax(pair, 0));
     const float largest = bits_float(0x7F7FFFFFu);
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
@@ -189,8 +197,6 @@ KMLA_DEVICE void round_to_packed(uint32_t (&pair)[8]) {
                             round_to_e4m3(bf16_high(pair[i]) * inverse) * scale);
     }
 }
-
-constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + 7) / 8; // of 16 dims a lane
 
 // One lane's 16 dims into the swizzled block, normalised as in the portable reader. k order is 0 1
 // 4 5 8 9 12 13, 2 3 6 7 ..: that of A fragments read as 4-byte words.
@@ -209,20 +215,21 @@ KMLA_DEVICE void store_query_block(int n, int block, const uint32_t (&pair)[8], 
 // A lane's part i of a vector: loaded, and in e4m3 mode rounded.
 KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record, bool exists, int i,
                                  int part, uint32_t (&pair)[8]) {
-    int block = 8 * i + part;
+    int block = kQueryLanes * i + part;
     for (int w = 0; w < 8; w++) {
         pair[w] = 0;
     }
     if (exists && block < KMLA_QUERY_DIMS / 16) {
         load_query_block(args, record, block, pair);
     }
-    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 && i < kGroups) {
+    if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16 &&
+        block < KMLA_LATENT_DIMS / 16) {
         round_to_packed(pair);
     }
 }
 
 KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {
-    int vector = s.first_vector + n, part = s.lane % 8;
+    int vector = s.first_vector + n, part = s.lane % kQueryLanes;
     bool exists = vector < s.vectors;
     uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
                       vector % args.heads * args.query_head_stride;
@@ -232,8 +239,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
     if (plain) { // the usual case: all loads at once
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
-            bool inside = exists && 8 * i + part < KMLA_QUERY_DIMS / 16;
-            load_bf16(inside ? record + 32 * (8 * i + part) : args.query, kept[i]);
+            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;
+            load_bf16(inside ? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);
             for (int w = 0; w < 8; w++) {
                 kept[i][w] = inside ? kept[i][w] : 0;
             }
@@ -256,8 +263,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
     if (plain) {
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
-            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
-                store_query_block(n, 8 * i + part, kept[i], factor);
+            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, kQueryLanes * i + part, kept[i], factor);
             }
         }
     } else {
@@ -265,8 +272,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
         for (int i = 0; i < kQueryParts; i++) {
             uint32_t pair[8];
             load_query_part(args, record, exists, i, part, pair);
-            if (8 * i + part < KMLA_QUERY_DIMS / 16) {
-                store_query_block(n, 8 * i + part, pair, factor);
+            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
+                store_query_block(n, kQueryLanes * i + part, pair, factor);
             }
         }
     }
@@ -280,7 +287,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
 
 KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {
 #pragma unroll 1
-    for (int n = thread_index() / 8; n < kTile; n += KMLA_I_HOPPER_THREADS / 8) {
+    for (int n = thread_index() / kQueryLanes; n < kTile;
+         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {
         stage_vector(args, s, n);
     }
     fence_async_reads();
@@ -496,75 +504,60 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
     return scales;
 }
 
-// By the factors behind the group that is done, which then are the next's.
-KMLA_DEVICE void scale_scores(accumulators& score, key_scales& scales) {
+KMLA_DEVICE void scale_scores(accumulators& score, const key_scales& scales, int group) {
 #pragma unroll
     for (int i = 0; i < kColumns * 4; i++) {
-        score[i] *= scales.factor[i / 2 % 2][0];
-    }
-    for (int i = 0; i < 2; i++) {
-        for (int g = 0; g + 1 < kGroups; g++) {
-            scales.factor[i][g] = scales.factor[i][g + 1];
-        }
+        score[i] *= scales.factor[i / 2 % 2][group];
     }
 }
 
-// One batch of QK.
-KMLA_DEVICE void multiply_batch(uint64_t b, bool add, bool rope_of_bf16, const fragment_batch& a,
-                                accumulators& score) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kBatchSteps; k++) {
-        if (rope_of_bf16) {
-            wgmma_bf16(score, a[k], b + (uint64_t)(2 * k), true);
-        } else {
-            wgmma_f16(score, a[k], b + (uint64_t)(2 * k), add || k > 0);
-        }
+KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }
+
+KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {
+    if (is_rope_of_bf16(batch)) {
+        load_rope(record, column, batch - kLatentBatches, raw);
+    } else {
+        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);
     }
-    wgmma_commit();
 }
 
+// A batch is multiplied while the next is converted and the raw words of the one after it come.
 KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accumulators& score) {
-    const int per_group = kGroupSteps / kBatchSteps; // batches: even, so that buffers alternate
+    const int per_group = kGroupSteps / kBatchSteps;
     key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
-    const uint8_t* codes = record + 4 * s.column;
-    uint64_t b = query_descriptor(0);
-    load_batch(codes, raw);
+    load_any_batch(record, s.column, 0, raw);
     if (kPacked) {
         scales = load_key_scales(record);
     }
     batch_to_fragments(raw, false, a[0]);
-    load_batch(codes + kBatchSteps * 16, raw);
-#pragma unroll(kPacked ? 1 : kGroups) // products of E4M3 codes are under way from group to group
-    for (int group = 0; group < kGroups; group++) {
+    load_any_batch(record, s.column, 1, raw);
 #pragma unroll
-        for (int batch = 0; batch < per_group; batch++) {
-            // 32 bytes of k a step in a block of 128.
-            multiply_batch(b + (uint64_t)(batch / 2 * kTile * 128 / 16 + batch % 2 * 4),
-                           group + batch > 0, false, a[batch % 2], score);
-            wgmma_wait<1>(); // the batch before is done with its registers
-            batch_to_fragments(raw, false, a[(batch + 1) % 2]);
-            load_batch(codes + (batch + 2) * kBatchSteps * 16, raw);
-        }
-        b += 2 * kTile * 128 / 16;
-        codes += kGroupSteps * 16;
-        if (kPacked) {
+    for (int batch = 0; batch < kBatches; batch++) {
+        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {
             wgmma_wait<0>();
-            scale_scores(score, scales);
+            scale_scores(score, scales, batch / per_group - 1);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBatchSteps; k++) {
+            uint64_t b = query_descriptor(batch * kBatchSteps + k);
+            if (is_rope_of_bf16(batch)) {
+                wgmma_bf16(score, a[batch % 2][k], b, true);
+            } else {
+                wgmma_f16(score, a[batch % 2][k], b, batch + k > 0);
+            }
+        }
+        wgmma_commit();
+        if (batch + 1 < kBatches) {
+            wgmma_wait<1>(); // the batch before is done with its registers
+            batch_to_fragments(raw, is_rope_of_bf16(batch + 1), a[(batch + 1) % 2]);
+        }
+        if (batch + 2 < kBatches) {
+            load_any_batch(record, s.column, batch + 2, raw);
         }
     }
-    // What is in a and raw now are the first two batches behind the latent dims: E4M3's rope.
-    if (kPacked) {
-        load_rope(record, s.column, 0, raw);
-        batch_to_fragments(raw, true, a[0]);
-        load_rope(record, s.column, 1, raw);
-    }
-    multiply_batch(b, true, kPacked, a[0], score);
-    wgmma_wait<1>();
-    batch_to_fragments(raw, kPacked, a[1]);
-    multiply_batch(b + 4, true, kPacked, a[1], score);
     wgmma_wait<0>();
 }
 
@@ -868,14 +861,12 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
     }
     if (grown) {
         raise_references(s, first, score, power, exponent);
-        pass_turn(s);
         scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
         meet_group(s);
-    } else {
-        pass_turn(s);
     }
+    pass_turn(s); // of the references nothing is read any more
     add_to_sums(s, of_step);
 }
 

@@ -268,6 +268,15 @@ KMLA_DEVICE void copy_bulk(void* shared, const void* global, uint32_t bytes, uin
 }
 #endif
 
+// ---- what the asynchronous proxy, of bulk copies and wgmma, sees
+
+// What this thread wrote to shared memory may be read or written over by the proxy after a barrier.
+KMLA_DEVICE void fence_async_reads() {
+#if KMLA_ARCH >= 90
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 #if KMLA_HAS_WGMMA
 // All warps of a warpgroup: gives registers back to the block, down to `count` a thread, or takes
 // some, up to `count`, which waits until others have given them back.
@@ -351,8 +360,6 @@ KMLA_DEVICE void store_matrix_x2_transposed(void* row, uint32_t low, uint32_t hi
                  "r"(low), "r"(high)
                  : "memory");
 }
-// What this thread wrote to shared memory may be read by wgmma after a barrier.
-KMLA_DEVICE void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
 // ---- dependent launch: a kernel may start before the one it follows has ended

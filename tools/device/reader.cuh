@@ -15,6 +15,9 @@
 // token's weight carries the exponent of its largest scale, V only the rest (in (0,1]). Weights are
 // computed by the references that are there; a vote says whether some vector has outgrown its own,
 // and only then maxima are taken and the step's weights computed again.
+//
+// At 2,048 tokens a block runs four steps, and what it runs once costs most for being fetched. So the
+// query is staged by rolled loops, and what a usual step does not need lies outside of its code.
 
 #if defined(KMLA_TILE) && !defined(KMLA_HOPPER)
 
@@ -37,9 +40,15 @@ constexpr int kExchangeAt = kStagesAt + kStages * kStep * kPitch;
 constexpr int kWeightsAt = kExchangeAt + 2 * kUnits * kSources * 512; // [1|2][tile][pitch]
 constexpr int kRatiosAt = kWeightsAt + kTile * kWeightPitch * 2 * (kBf16 ? 2 : 1);
 constexpr int kExponentsAt = kRatiosAt + (kPacked ? kStep * kGroups * 2 : 0); // f16 [4][step]
-constexpr int kEnd = kExponentsAt + (kPacked ? kStep * 4 : 0);                // fp32 [step]
+constexpr int kRunsAt = kExponentsAt + (kPacked ? kStep * 4 : 0);             // fp32 [step]
+constexpr int kEnd = kRunsAt + (kPacked ? 32 * 32 : 0);                       // [32]
+constexpr int kFreeAt = kFactsAt + (int)sizeof(tile_facts);                   // barriers
 static_assert(kEnd == KMLA_SHARED_BYTES, "host and device layouts differ");
+static_assert(kFreeAt + 8 * kStages <= kRangesAt, "more barriers fit");
 static_assert((2 * kStepTiles) * kTile * 4 <= kWeightsAt - kExchangeAt, "maxima fit");
+// The query on its way to registers: where the second step will be.
+constexpr int kQueryAt = kStagesAt + kStep * kPitch;
+static_assert(kTile * KMLA_QUERY_DIMS * 2 <= kStep * kPitch, "the query fits");
 
 // Softmax of a unit: the lane's vectors are 2 * column and the next, its tokens row_in_quad and + 8.
 struct unit_state {
@@ -90,89 +99,94 @@ KMLA_DEVICE bool owns(const reader_state& s) { return kOwners == kGroups || s.ow
 
 // ---- the query: B fragments, f16 normalised by a power of two, or BF16 for BF16 KV
 //
-// Lane l holds vector 8j + l/4 of column j. Of 16 dims that meet codes it has 4(l%4)..+3, the k order
-// of the records' 4-byte words, so that A fragments need no shuffling; else mma's own order.
+// A fragment is of 8 vectors and 16 dims. Lane l has vector l/4 and, of dims that meet codes, 4(l%4)..+3,
+// the k order of the records' 4-byte words, so that A fragments need no shuffling; else mma's own order.
+// Staging takes 16 lanes a vector and 8 dims a lane at a time: half of four lanes' fragments.
 
-KMLA_DEVICE constexpr bool meets_codes(int k) { return kE4m3 || (kPacked && k < kLatentSteps); }
+constexpr int kQueryChunks = (KMLA_QUERY_DIMS + 127) / 128; // of 16 lanes x 8 dims: groups, rope
+KMLA_DEVICE constexpr bool meets_codes(bool rope) { return kE4m3 || (kPacked && !rope); }
 
-// The lane's four of 16 elements.
-KMLA_DEVICE word2 load_bf16_query(uint64_t at, int column, bool codes_order) {
-    if (codes_order) {
-        return *(const word2*)(at + 8 * column);
-    }
-    return word2{*(const uint32_t*)(at + 4 * column), *(const uint32_t*)(at + 16 + 4 * column)};
+// The fragment of a group's k16 step k and the tile's column j.
+KMLA_DEVICE word2* staged_query(int group, int k, int j) {
+    return (word2*)(shared_memory() + kQueryAt) + ((group * kQuerySteps + k) * kColumns + j) * 32;
 }
 
-KMLA_DEVICE word2 load_code_query(uint64_t at, int column, bool codes_order, float scale) {
-    uint32_t codes;
-    float x[4];
-    if (codes_order) {
-        codes = *(const uint32_t*)(at + 4 * column);
-    } else {
-        codes = *(const uint16_t*)(at + 2 * column) |
-                (uint32_t) * (const uint16_t*)(at + 8 + 2 * column) << 16;
+// What a lane stages of vector n's chunk i.
+struct query_piece {
+    int dim;      // its first
+    word4* at;    // as 8 BF16, in the end as fragments
+    bool exists;  // rope is half a chunk
+};
+KMLA_DEVICE query_piece piece_of(const reader_state& s, int n, int i) {
+    int part = s.lane % 16, group = i, step = part / 2; // of 16 dims
+    if (i == kGroups) {
+        group = step;
+        step = kLatentSteps;
     }
+    int lane = n % 8 * 4 + part % 2 * 2; // which has the first four
+    return query_piece{128 * i + 8 * part,
+                       (word4*)(staged_query(group % kGroups, step, n / 8) + lane),
+                       i < kGroups || part < KMLA_ROPE_DIMS / 8};
+}
+
+KMLA_DEVICE int first_staged(const reader_state& s) { return thread_index() / 16; }
+constexpr int kStagedAtOnce = KMLA_I_READER_THREADS / 16; // vectors
+
+KMLA_DEVICE uint64_t query_record(const kmla_i_reader_args& args, const reader_state& s, int n) {
+    int vector = s.first_vector + n;
+    return args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
+           vector % args.heads * args.query_head_stride;
+}
+
+// Starts the copies of the query as it is: BF16, or in the upper half of a piece codes.
+KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const reader_state& s) {
+#pragma unroll 1
+    for (int n = first_staged(s); n < kTile; n += kStagedAtOnce) {
+        bool exists = s.first_vector + n < s.vectors;
+        uint64_t record = exists ? query_record(args, s, n) : args.query;
+#pragma unroll 1
+        for (int i = 0; i < kQueryChunks; i++) {
+            query_piece piece = piece_of(s, n, i);
+            bool packed_rope = args.query_format == KMLA_QUERY_PACKED && i == kGroups;
+            if (!piece.exists) {
+                continue;
+            }
+            if (!exists || args.query_format == KMLA_QUERY_BF16 || packed_rope) {
+                uint64_t from = record + (packed_rope ? KMLA_PACKED_ROPE_OFFSET - 2 * KMLA_LATENT_DIMS
+                                                      : 0);
+                copy_async_16(piece.at, (const void*)(exists ? from + 2 * piece.dim : record), exists);
+            } else {
+                copy_async_8((word2*)piece.at + 1, (const void*)(record + piece.dim));
+            }
+        }
+    }
+    copy_async_commit();
+}
+
+// Eight codes times a scale, exactly, as BF16. An E4M3 query's one scale is in score_scale.
+KMLA_DEVICE word4 codes_to_bf16(uint32_t low, uint32_t high, float scale) {
+    float x[8];
     for (int i = 0; i < 4; i++) {
-        x[i] = e4m3_to_float(codes >> (8 * i) & 0xFF) * scale;
+        x[i] = e4m3_to_float(low >> (8 * i) & 0xFF) * scale;
+        x[4 + i] = e4m3_to_float(high >> (8 * i) & 0xFF) * scale;
     }
-    return word2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
+    return word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                 pack_bf16(x[6], x[7])};
 }
 
-// Column j's vector of this lane exactly, as BF16. An E4M3 query's one scale is in score_scale.
-KMLA_DEVICE void load_query_column(const kmla_i_reader_args& args, reader_state& s, int j) {
-    int vector = s.first_vector + 8 * column_of(s, j) + s.row_in_quad;
-    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
-                      vector % args.heads * args.query_head_stride;
-    bool packed = args.query_format == KMLA_QUERY_PACKED;
-    if (vector >= s.vectors) {
-#pragma unroll
-        for (int k = 0; k < kQuerySteps; k++) {
-            s.query[k][j] = word2{0, 0};
-        }
-    } else if (args.query_format == KMLA_QUERY_BF16) {
-#pragma unroll
-        for (int k = 0; k < kQuerySteps; k++) {
-            int dim = k < kLatentSteps ? s.dims * KMLA_GROUP_DIMS + 16 * k
-                                       : KMLA_LATENT_DIMS + 16 * s.dims;
-            s.query[k][j] = load_bf16_query(record + 2 * dim, s.column, meets_codes(k));
-        }
-    } else {
-        float scale =
-            packed ? ((const float*)(record + KMLA_PACKED_SCALE_OFFSET))[s.dims] : 1.0f;
-#pragma unroll
-        for (int k = 0; k < kLatentSteps; k++) {
-            uint64_t at = record + s.dims * KMLA_GROUP_DIMS + 16 * k;
-            s.query[k][j] = load_code_query(at, s.column, meets_codes(k), scale);
-        }
-        bool codes_order = meets_codes(kLatentSteps);
-        s.query[kLatentSteps][j] =
-            packed ? load_bf16_query(record + KMLA_PACKED_ROPE_OFFSET + 32 * s.dims, s.column,
-                                     codes_order)
-                   : load_code_query(record + KMLA_LATENT_DIMS + 16 * s.dims, s.column,
-                                     codes_order, scale);
-    }
+KMLA_DEVICE float amax_of_pair(float amax, uint32_t pair) {
+    pair &= 0x7FFF7FFFu;
+    return maximum(amax, maximum(bf16_low(pair), bf16_high(pair)));
 }
-
-KMLA_DEVICE void load_query(const kmla_i_reader_args& args, reader_state& s) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        load_query_column(args, s, j);
-    }
+KMLA_DEVICE float amax_of_piece(float amax, const word4& x) {
+    return amax_of_pair(amax_of_pair(amax_of_pair(amax_of_pair(amax, x.x), x.y), x.z), x.w);
 }
-
-// Largest magnitude of the first `steps` k16 steps, NaN if there is one; the 4 lanes of a vector
-// agree. By bits: the high element of a pair counts before the low one, which is then taken alone.
-KMLA_DEVICE float query_amax(const reader_state& s, int j, int steps) {
-    uint32_t high = 0, low = 0;
-#pragma unroll
-    for (int k = 0; k < steps; k++) {
-        word2 pair = s.query[k][j];
-        high = maximum(high, maximum(pair.x & 0x7FFFFFFFu, pair.y & 0x7FFFFFFFu));
-        low = maximum(low, maximum(pair.x << 17, pair.y << 17));
+// Over the 16 lanes of a vector.
+KMLA_DEVICE float vector_amax(float amax) {
+    for (int mask = 1; mask < 16; mask *= 2) {
+        amax = maximum(amax, shuffle_xor(amax, mask));
     }
-    uint32_t amax = maximum(high & 0x7FFF0000u, low >> 1);
-    amax = maximum(amax, shuffle_xor(amax, 1));
-    return bits_float(maximum(amax, shuffle_xor(amax, 2)));
+    return amax;
 }
 
 KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float inverse) {
@@ -180,18 +194,14 @@ KMLA_DEVICE uint32_t round_pair_to_e4m3(uint32_t pair, float scale, float invers
                      round_to_e4m3(bf16_high(pair) * inverse) * scale);
 }
 
-// What the packed query writer would store, read back: exact in BF16.
-KMLA_DEVICE void round_query_to_packed(reader_state& s, int j) {
-    float amax = query_amax(s, j, kLatentSteps);
+// What the packed query writer would store of a group, read back: exact in BF16.
+KMLA_DEVICE word4 round_to_packed(const word4& x) {
     const float largest = bits_float(0x7F7FFFFFu);
+    float amax = vector_amax(amax_of_piece(0, x));
     float scale = packed_query_scale(amax > largest ? largest : amax);
     float inverse = power_of_two_inverse(scale);
-#pragma unroll
-    for (int k = 0; k < kLatentSteps; k++) {
-        word2& pair = s.query[k][j];
-        pair.x = round_pair_to_e4m3(pair.x, scale, inverse);
-        pair.y = round_pair_to_e4m3(pair.y, scale, inverse);
-    }
+    return word4{round_pair_to_e4m3(x.x, scale, inverse), round_pair_to_e4m3(x.y, scale, inverse),
+                 round_pair_to_e4m3(x.z, scale, inverse), round_pair_to_e4m3(x.w, scale, inverse)};
 }
 
 KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
@@ -199,52 +209,96 @@ KMLA_DEVICE uint32_t normalise_pair(uint32_t pair, float factor, bool to_f16) {
     return to_f16 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
-// Exponent field of the power of two that vector n's query is divided by, so that its largest
-// element lies in [2^14, 2^15). What f16 then drops is below 2^-38 of the largest.
-KMLA_DEVICE int norm_exponent(int n) {
-    float amax = maximum(maximum(of_tokens(0)[n], of_tokens(1)[n]),
-                         maximum(of_tokens(2)[n], of_tokens(3)[n]));
-    return minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+// A piece in mma's own order: its neighbour lane has the other 8 of 16 dims.
+KMLA_DEVICE word4 order_piece(const reader_state& s, const word4& x) {
+    bool upper = s.lane % 2;
+    uint32_t a = shuffle_xor(upper ? x.x : x.z, 1), b = shuffle_xor(upper ? x.y : x.w, 1);
+    return upper ? word4{a, x.z, b, x.w} : word4{x.x, a, x.y, b};
 }
 
-KMLA_DEVICE void normalise_query(reader_state& s, int j) {
-    int exponent = norm_exponent(8 * column_of(s, j) + s.row_in_quad);
-    float factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
-#pragma unroll
-    for (int k = 0; k < kQuerySteps; k++) {
-        word2& pair = s.query[k][j];
-        bool to_f16 = meets_codes(k); // packed rope is BF16, like its KV
-        pair.x = normalise_pair(pair.x, factor, to_f16);
-        pair.y = normalise_pair(pair.y, factor, to_f16);
+// Exactly, as BF16. Returns the lane's largest magnitude.
+KMLA_DEVICE float decode_query(const kmla_i_reader_args& args, const reader_state& s, int n) {
+    bool codes = args.query_format != KMLA_QUERY_BF16 && s.first_vector + n < s.vectors;
+    bool packed = args.query_format == KMLA_QUERY_PACKED;
+    bool rounds = args.e4m3_query && args.query_format == KMLA_QUERY_BF16;
+    float amax = 0;
+#pragma unroll 1
+    for (int i = 0; i < kQueryChunks; i++) {
+        query_piece piece = piece_of(s, n, i);
+        word4 x = {0, 0, 0, 0};
+        if (piece.exists) {
+            x = *piece.at;
+        }
+        if (codes && !(packed && i == kGroups)) {
+            float scale = packed ? ((const float*)(query_record(args, s, n) +
+                                                   KMLA_PACKED_SCALE_OFFSET))[i]
+                                 : 1.0f;
+            x = codes_to_bf16(x.z, x.w, scale);
+        }
+        if (rounds && i < kGroups) {
+            x = round_to_packed(x);
+        }
+        amax = amax_of_piece(amax, x);
+        if (piece.exists) {
+            *piece.at = x;
+        }
+    }
+    return amax;
+}
+
+// From values to fragments. What f16 drops is below 2^-38 of the vector's largest element, which lies
+// in [2^14, 2^15).
+KMLA_DEVICE void normalise_query(const kmla_i_reader_args& args, const reader_state& s, int n,
+                                 float amax) {
+    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
+    float factor = kBf16 ? 1.0f : bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
+    float norm = kBf16 ? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);
+#pragma unroll 1
+    for (int i = 0; i < kQueryChunks; i++) {
+        query_piece piece = piece_of(s, n, i);
+        bool codes = meets_codes(i == kGroups), to_f16 = codes; // packed rope is BF16, like its KV
+        word4 x = {0, 0, 0, 0};
+        if (piece.exists) {
+            x = *piece.at;
+        }
+        if (!kBf16) {
+            x = word4{normalise_pair(x.x, factor, to_f16), normalise_pair(x.y, factor, to_f16),
+                      normalise_pair(x.z, factor, to_f16), normalise_pair(x.w, factor, to_f16)};
+        }
+        if (!codes) {
+            x = order_piece(s, x);
+        }
+        if (piece.exists) {
+            *piece.at = x;
+        }
+    }
+    if (s.lane % 16 == 0) {
+        of_tokens(0)[n] = args.score_scale * norm;
     }
 }
 
-// From values to fragments. Its barrier also shows the first steps' token masks to all.
+// Into registers. Its barriers also show ranges, places and the first step's masks to all.
 KMLA_DEVICE void finish_query(const kmla_i_reader_args& args, reader_state& s) {
-#pragma unroll
-    for (int j = 0; j < kColumns; j++) {
-        if (args.e4m3_query && args.query_format == KMLA_QUERY_BF16) {
-            round_query_to_packed(s, j);
-        }
-        float amax = query_amax(s, j, kQuerySteps); // of the group's dims
-        if (s.column == 0 && s.half == 0) {
-            of_tokens(s.dims)[8 * column_of(s, j) + s.row_in_quad] = amax;
-        }
+    copy_async_wait<1>(); // all but the first step's records
+#pragma unroll 1
+    for (int n = first_staged(s); n < (kTile + 1) / 2 * 2; n += kStagedAtOnce) {
+        normalise_query(args, s, n, vector_amax(decode_query(args, s, n)));
     }
     sync_block();
 #pragma unroll
-    for (int j = 0; j < kColumns && !kBf16; j++) {
-        normalise_query(s, j);
+    for (int k = 0; k < kQuerySteps; k++) {
+        for (int j = 0; j < kColumns; j++) {
+            s.query[k][j] = staged_query(s.dims, k, column_of(s, j))[s.lane];
+        }
     }
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2; i++) {
-            int exponent = norm_exponent(vector_of(s, slot) + i);
-            float norm = kBf16 ? 1.0f : bits_float((uint32_t)(exponent - 14) << 23);
-            s.unit[slot].scale[i] = args.score_scale * norm;
+            s.unit[slot].scale[i] = of_tokens(0)[vector_of(s, slot) + i];
         }
     }
-    sync_block(); // before scores are exchanged
+    fence_async_reads();
+    sync_block(); // before the second step's records come, and scores are exchanged
 }
 
 // ---- KV to shared memory
@@ -265,8 +319,9 @@ KMLA_DEVICE bool is_copier(const reader_state& s) {
 // Table look-ups for copies that are to come, of the step that begins at `token` on. In bulk: the
 // entry of the lane's run, of 32. Else that of the token of this step that the lane answers for, -1
 // if it is not wanted.
+template <bool bulk>
 KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
-    if (copies_in_bulk(s)) {
+    if (bulk) {
         token += s.lane * kRunTokens;
         return is_copier(s) && token < args.capacity ? table_entry(args, s.group, token) : -1;
     }
@@ -281,28 +336,49 @@ KMLA_DEVICE int likely_first(const kmla_i_reader_args& args, const reader_state&
 }
 
 #if KMLA_HAS_BULK_COPY
-// One warp copies the step's records, a run a lane.
-KMLA_DEVICE void start_bulk_copies(const kmla_i_reader_args& args, const reader_state& s, int step,
-                                   int token, int entries) {
-    int run = s.lane % kRuns, at = token + run * kRunTokens;
-    int entry = (int)shuffle((uint64_t)(uint32_t)entries, step % kLookUpSteps * kRuns + run);
-    int first = minimum(maximum(bounds().begin - at, 0), kRunTokens);
-    int last = entry < 0 ? first : maximum(minimum(bounds().end - at, kRunTokens), first);
-    // Warp w's tokens lie in one run.
-    uint64_t both = shuffle((uint64_t)((uint32_t)first << 16 | (uint32_t)last),
-                            s.lane * kWarpTokens / kRunTokens % kRuns);
-    if (s.lane < kWarps) {
-        token_masks_of(step)[s.lane] = mask_of_tokens(s.lane * kWarpTokens % kRunTokens,
-                                                      (int)(both >> 16), (int)(both & 0xFFFF));
+// Bulk copies are made ready 32 runs at a time, a run a lane, so that starting one is quick.
+struct alignas(32) run_copy {
+    uint64_t from;         // its first record
+    uint32_t to, bytes;    // from the begin of the stage
+    warp_mask masks[4];    // of its tokens' warps: those that are wanted
+    uint32_t unused[2];
+};
+static_assert(sizeof(run_copy) == 32, "as the host counts");
+static_assert(!kPacked || kRunTokens == 4 * kWarpTokens, "a run is four warps' tokens");
+KMLA_DEVICE run_copy& run_of_lane(const reader_state& s) {
+    return ((run_copy*)(shared_memory() + kRunsAt))[s.lane];
+}
+// Tells that all warps are done with a stage's records.
+KMLA_DEVICE uint64_t* free_of(int step) {
+    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;
+}
+
+KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,
+                             int entry) {
+    token += s.lane * kRunTokens;
+    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);
+    int last = entry < 0 ? first : maximum(minimum(bounds().end - token, kRunTokens), first);
+    run_copy& run = run_of_lane(s);
+    run.from = record_address(args, entry, token + first, kRecordBytes);
+    run.to = (uint32_t)((s.lane % kRuns * kRunTokens + first) * kPitch);
+    run.bytes = (uint32_t)((last - first) * kRecordBytes);
+#pragma unroll 1
+    for (int w = 0; w < 4; w++) {
+        run.masks[w] = mask_of_tokens(w * kWarpTokens, first, last);
     }
-    if (s.lane < kRuns) {
-        uint32_t bytes = (uint32_t)((last - first) * kRecordBytes);
-        barrier_arrive_expect(arrival_of(step), bytes);
-        if (bytes) {
-            uint64_t from = record_address(args, entry, at + first, kRecordBytes);
-            copy_bulk(stage_of(step) + (run * kRunTokens + first) * kPitch, (const void*)from,
-                      bytes, arrival_of(step));
-        }
+}
+
+// By the lanes that have the step's runs.
+KMLA_DEVICE void start_bulk_copies(const reader_state& s, int step) {
+    int run = s.lane - step % kLookUpSteps * kRuns;
+    if (run < 0 || run >= kRuns) {
+        return;
+    }
+    const run_copy& copy = run_of_lane(s);
+    *(word2*)(token_masks_of(step) + 4 * run) = *(const word2*)copy.masks;
+    barrier_arrive_expect(arrival_of(step), copy.bytes);
+    if (copy.bytes) {
+        copy_bulk(stage_of(step) + copy.to, (const void*)copy.from, copy.bytes, arrival_of(step));
     }
 }
 #endif
@@ -329,32 +405,55 @@ KMLA_DEVICE void start_record_copies(const kmla_i_reader_args& args, const reade
     copy_async_commit();
 }
 
-// Starts the copy of the step that begins at `token` and looks ahead, if that is due. Tokens outside
-// the tile's bounds are not read.
-KMLA_DEVICE int start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
-                           int token, int entry) {
+// Starts the copy of a step, which begins at `token`, when its stage is free. Tokens outside the
+// tile's bounds are not read. `entry`: the look-up, if not in bulk.
+template <bool bulk>
+KMLA_DEVICE void start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,
+                            int token, int entry) {
 #if KMLA_HAS_BULK_COPY
-    if (copies_in_bulk(s)) {
+    if (bulk) {
         if (is_copier(s)) {
-            start_bulk_copies(args, s, step, token, entry);
+            if (step >= kStages) {
+                barrier_wait(free_of(step), (uint32_t)(step / kStages - 1) & 1);
+            }
+            start_bulk_copies(s, step);
         }
-        return (step + 1) % kLookUpSteps ? entry : look_up(args, s, token + kStep);
+        return;
     }
 #endif
     start_record_copies(args, s, step, token, entry);
-    return look_up(args, s, token + kStep);
 }
 
-// Until the step is here, for all threads.
-KMLA_DEVICE void wait_for_copy(const reader_state& s, int step) {
+// What the copies of steps from `step` on need, made ready from a look-up.
+template <bool bulk>
+KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s, int token,
+                                int entry) {
 #if KMLA_HAS_BULK_COPY
-    if (copies_in_bulk(s)) {
+    if (bulk && is_copier(s)) {
+        prepare_run(args, s, token, entry);
+    }
+#endif
+}
+
+// Until the step is here, for all threads; if each copied its part, nobody is in the step before.
+template <bool bulk> KMLA_DEVICE void wait_for_copy(int step) {
+#if KMLA_HAS_BULK_COPY
+    if (bulk) {
         barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);
         return;
     }
 #endif
     copy_async_wait<0>();
     sync_block();
+}
+
+// The warp is done with the step's records.
+template <bool bulk> KMLA_DEVICE void release_step(const reader_state& s, int step) {
+#if KMLA_HAS_BULK_COPY
+    if (bulk && s.lane == 0) {
+        barrier_arrive(free_of(step));
+    }
+#endif
 }
 
 // ---- QK: S^T of the warp's tokens x the tile over one group of dims
@@ -584,69 +683,68 @@ KMLA_DEVICE bool store_weights(const reader_state& s, const float (&x)[kSlots][4
     return top > KMLA_I_REFERENCE_GROWTH;
 }
 
-// The maximum of a unit's vector 2 * column + i for all to see.
-KMLA_DEVICE void store_top(const reader_state& s, int slot, int i, float* of_tile, float top) {
+// Of the unit's 16 tokens, two a lane; lanes of a column agree.
+KMLA_DEVICE float top_of_unit(float low, float high) {
+    float top = maximum(low, high);
     top = maximum(top, shuffle_xor(top, 4));
     top = maximum(top, shuffle_xor(top, 8));
-    top = maximum(top, shuffle_xor(top, 16));
-    if (s.row_in_quad == 0) {
-        of_tile[vector_of(s, slot) + i] = top;
-    }
+    return maximum(top, shuffle_xor(top, 16));
 }
 
-// A new reference for a vector whose maximum has outgrown the old one.
-KMLA_DEVICE float raised_reference(const reader_state& s, int slot, int i, int first_tile,
-                                   float reference) {
-    int n = vector_of(s, slot) + i;
-    float top = -infinity();
-    for (int tile = 0; tile < kStepTiles; tile++) {
-        top = maximum(top, of_tokens(first_tile + tile)[n]);
-    }
+KMLA_DEVICE float raised_reference(float top, float reference) {
     return top - reference > KMLA_I_REFERENCE_GROWTH ? top - KMLA_I_REFERENCE_BELOW : reference;
+}
+
+// A step's maxima for all to see: of scores; and above these, tile by tile, of what weighs V.
+KMLA_DEVICE void store_tops(const reader_state& s, const float (&x)[kSlots][4],
+                            const float (&exponent)[2]) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot++) {
+        for (int i = 0; i < 2 && owns(s); i++) {
+            int n = vector_of(s, slot) + i;
+            float low = x[slot][i], high = x[slot][2 + i];
+            float top = top_of_unit(low, high), base = top == -infinity() ? 0 : top;
+            float above = kPacked ? top_of_unit(low - base + exponent[0], high - base + exponent[1])
+                                  : 0;
+            if (s.row_in_quad == 0) {
+                of_tokens(tile_of(s, 0))[n] = top;
+                of_tokens(kStepTiles + tile_of(s, 0))[n] = above;
+            }
+        }
+    }
 }
 
 // New references where maxima have outgrown them, sums by the new ones, and factors for O.
 KMLA_DEVICE void raise_references(reader_state& s, const float (&x)[kSlots][4],
                                   const float (&exponent)[2]) {
-    float factor[kSlots][2];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s); i++) {
-            store_top(s, slot, i, of_tokens(tile_of(s, 0)), maximum(x[slot][i], x[slot][2 + i]));
-        }
-    }
+    store_tops(s, x, exponent);
     sync_block();
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2 && owns(s); i++) {
             unit_state& unit = s.unit[slot];
-            float old = unit.sum_reference[i], raised = raised_reference(s, slot, i, 0, old);
+            int n = vector_of(s, slot) + i;
+            float top = -infinity(), above = -infinity();
+            for (int tile = 0; tile < kStepTiles; tile++) {
+                top = maximum(top, of_tokens(tile)[n]);
+            }
+            float old = unit.sum_reference[i], raised = raised_reference(top, old);
             bool same = raised == old;
-            factor[slot][i] = same ? 1.0f : exp2_fast(old - raised);
-            unit.sum[i] *= factor[slot][i];
+            float factor = same ? 1.0f : exp2_fast(old - raised);
+            unit.sum[i] *= factor;
             unit.sum_reference[i] = raised;
             if (kPacked) {
-                unit.weight_reference[i] -= same ? 0 : raised - old; // stays where it was
-                float low = x[slot][i] - raised + exponent[0];
-                float high = x[slot][2 + i] - raised + exponent[1];
-                store_top(s, slot, i, of_tokens(kStepTiles + tile_of(s, 0)), maximum(low, high));
-            }
-        }
-    }
-    if (kPacked) {
-        sync_block();
-    }
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot++) {
-        for (int i = 0; i < 2 && owns(s); i++) {
-            if (kPacked) {
-                float& reference = s.unit[slot].weight_reference[i];
-                float raised = raised_reference(s, slot, i, kStepTiles, reference);
-                factor[slot][i] = raised == reference ? 1.0f : exp2_fast(reference - raised);
-                reference = raised;
+                for (int tile = 0; tile < kStepTiles; tile++) {
+                    above = maximum(above, of_tokens(tile)[n] - raised +
+                                               of_tokens(kStepTiles + tile)[n]);
+                }
+                old = unit.weight_reference[i] - (same ? 0 : raised - old); // where it was
+                raised = raised_reference(above, old);
+                factor = raised == old ? 1.0f : exp2_fast(old - raised);
+                unit.weight_reference[i] = raised;
             }
             if (tile_of(s, 0) == 0 && s.row_in_quad == 0) {
-                factors()[vector_of(s, slot) + i] = factor[slot][i];
+                factors()[n] = factor;
             }
         }
     }
@@ -693,16 +791,41 @@ KMLA_DEVICE uint32_t only_numbers_bf16(uint32_t pair) {
     return pair & ~(bad * 0xFFFFu);
 }
 
-// V^T fragments: row_in_quad owns 8 dims; the tokens of a fragment column pair are neighbours, whose
-// bytes are woven together. `masked`: some vector may not see some token, and 0 * NaN must not
-// reach it; a vector that does see the token has its NaN from the score.
-template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint32_t (&a)[4][4]) {
-    const uint32_t largest = 0x7BFF7BFFu; // 65504
-    word2 token[4] = {*(const word2*)at, *(const word2*)(at + kPitch),
-                      *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)};
+// NaN codes, 0x7F and 0xFF, to the numbers before them, byte by byte.
+KMLA_DEVICE uint32_t only_numbers_e4m3(uint32_t codes) {
+    return codes - (((codes & 0x7F7F7F7Fu) + 0x01010101u & 0x80808080u) >> 7);
+}
+
+// In a step in which some vector may not see some token, 0 * NaN must not reach it: no value that the
+// warp will multiply stays NaN. A vector that does see the token has its NaN from the score.
+KMLA_DEVICE void clean_values(const reader_state& s, uint8_t* stage) {
+    const int words = 64 * (kBf16 ? 2 : 1) / 4; // of the warp's dims of a token
+#pragma unroll 1
+    for (int i = s.lane; i < kStep * words; i += 32) {
+        uint32_t* at = (uint32_t*)(stage + i / words * kPitch) + words * s.warp + i % words;
+        *at = kBf16 ? only_numbers_bf16(*at) : only_numbers_e4m3(*at);
+    }
+#if KMLA_HAS_BULK_COPY
+    fence_async_reads(); // and copies into the stage come after that
+#endif
+}
+
+// Codes of 8 dims, which row_in_quad owns, of tokens 2 * column, + 1, + 8, + 9 of a k16 step.
+struct code_values {
+    word2 token[4];
+};
+KMLA_DEVICE code_values load_code_values(const reader_state& s, const uint8_t* stage, int k) {
+    const uint8_t* at =
+        stage + (16 * k + 2 * s.column) * kPitch + 64 * s.warp + 8 * s.row_in_quad;
+    return code_values{{*(const word2*)at, *(const word2*)(at + kPitch),
+                        *(const word2*)(at + 8 * kPitch), *(const word2*)(at + 9 * kPitch)}};
+}
+
+// V^T fragments: the tokens of a fragment column pair are neighbours, whose bytes are woven together.
+KMLA_DEVICE void weave_code_values(const code_values& codes, uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        word2 even = token[2 * half], odd = token[2 * half + 1];
+        word2 even = codes.token[2 * half], odd = codes.token[2 * half + 1];
         uint32_t woven[4] = {
             permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),
             permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};
@@ -711,13 +834,13 @@ template <bool masked> KMLA_DEVICE void load_code_values(const uint8_t* at, uint
             uint32_t pair[2];
             e4m3x4_to_f16(woven[m], pair);
             for (int i = 0; i < 2; i++) {
-                a[m][2 * half + i] = masked ? minimum_f16x2(pair[i], largest) : pair[i];
+                a[m][2 * half + i] = pair[i];
             }
         }
     }
 }
 
-template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {
+KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         word4 even = *(const word4*)(at + 8 * half * kPitch);
@@ -725,10 +848,8 @@ template <bool masked> KMLA_DEVICE void load_bf16_values(const uint8_t* at, uint
         uint32_t e[4] = {even.x, even.y, even.z, even.w}, o[4] = {odd.x, odd.y, odd.z, odd.w};
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-            uint32_t low = permute_bytes(e[m], o[m], 0x5410);
-            uint32_t high = permute_bytes(e[m], o[m], 0x7632);
-            a[m][2 * half] = masked ? only_numbers_bf16(low) : low;
-            a[m][2 * half + 1] = masked ? only_numbers_bf16(high) : high;
+            a[m][2 * half] = permute_bytes(e[m], o[m], 0x5410);
+            a[m][2 * half + 1] = permute_bytes(e[m], o[m], 0x7632);
         }
     }
 }
@@ -758,7 +879,8 @@ KMLA_DEVICE void scale_weights(const reader_state& s, int token, uint32_t (&weig
     }
 }
 
-template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage) {
+// `codes`: those of the first k16 step.
+KMLA_DEVICE void multiply_values(reader_state& s, const uint8_t* stage, code_values codes) {
     int dim = 64 * s.warp + 8 * s.row_in_quad;
     uint32_t weight[kColumns][4];
 #pragma unroll
@@ -767,9 +889,10 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
         uint32_t a[4][4];
         if (kBf16) {
             load_weights(s, 16 * k, weight);
-            load_bf16_values<masked>(records + 2 * dim, a);
+            load_bf16_values(records + 2 * dim, a);
         } else {
-            load_code_values<masked>(records + dim, a);
+            weave_code_values(codes, a);
+            codes = load_code_values(s, stage, k < kStepTiles - 1 ? k + 1 : k);
             if (k % 2 == 0) {
                 load_weights(s, 16 * k, weight);
             }
@@ -796,9 +919,11 @@ template <bool masked> KMLA_DEVICE void multiply_values(reader_state& s, const u
 
 // ---- results
 
-// Joins the sums of a vector's units. Nobody may be in softmax.
-KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s) {
-    float *sum_references = of_tokens(kStepTiles), *weight_references = of_tokens(kStepTiles + 1);
+KMLA_DEVICE float* sum_references() { return of_tokens(kStepTiles); }
+KMLA_DEVICE float* weight_references() { return of_tokens(kStepTiles + 1); }
+
+// Of each vector: the sums of its units, and the references, for all to see. Nobody may be in softmax.
+KMLA_DEVICE void join_sums(reader_state& s) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
         for (int i = 0; i < 2 && owns(s); i++) {
@@ -812,24 +937,50 @@ KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, reader_state& s)
                 of_tokens(tile_of(s, 0))[n] = sum;
             }
             if (s.row_in_quad == 0 && tile_of(s, 0) == 0) {
-                sum_references[n] = unit.sum_reference[i];
-                weight_references[n] = unit.weight_reference[i];
+                sum_references()[n] = unit.sum_reference[i];
+                weight_references()[n] = unit.weight_reference[i];
             }
         }
     }
     sync_block();
+}
+
+// O and lse of the split.
+KMLA_DEVICE void store_split(const kmla_i_reader_args& args, reader_state& s) {
     int n = thread_index();
+    float sum = 0, reference = 0;
+    join_sums(s);
     if (n < kTile) {
-        float sum = 0;
         for (int tile = 0; tile < kStepTiles; tile++) {
             sum += of_tokens(tile)[n];
         }
-        float scale = kPacked ? exp2_wide(weight_references[n]) : args.kv_scale;
-        finish_vector(args, n, sum, sum_references[n], scale);
+        reference = sum_references()[n];
+        weigh_vector(args, n, sum, kPacked ? exp2_wide(weight_references()[n]) : args.kv_scale);
+    }
+    sync_block();
+    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);
+    if (n < kTile) {
+        store_vector_lse(args, n, sum, reference);
     }
 }
 
 // ---- the block
+
+// Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;
+// the first warp stores what all need later. A block barrier must follow.
+KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s) {
+    static_assert(kTile <= 32, "a vector a lane");
+    tile_bounds mine;
+    vector_range range = find_range(args, s, s.lane, mine);
+    mine = join_lanes(mine, 1);
+    (tile_bounds&)bounds() = mine; // all the same
+    bounds().first_row = s.first_row;
+    bounds().vectors = s.vectors;
+    if (thread_index() < kTile) {
+        range_of(s.lane) = range;
+        place_vector(args, s.lane);
+    }
+}
 
 KMLA_DEVICE void clear_state(reader_state& s) {
 #pragma unroll
@@ -849,20 +1000,30 @@ KMLA_DEVICE void clear_state(reader_state& s) {
     }
 }
 
-// Starts the copies of the first steps, one a stage. `likely`: bulk look-ups from likely_first on.
-KMLA_DEVICE int fill_stages(const kmla_i_reader_args& args, const reader_state& s, int first,
-                            int steps, int likely) {
-    int entry = likely;
-    if (!copies_in_bulk(s) || first != likely_first(args, s)) {
-        entry = look_up(args, s, first);
+// QK, softmax and PV of a step. `whole`: every vector of the tile sees every token of it.
+KMLA_DEVICE void take_step(reader_state& s, int token, int step, bool whole) {
+    uint8_t* stage = stage_of(step);
+    group_scores score;
+    float x[kSlots][4];
+    multiply_keys(s, stage, score);
+    float ratio = split_scales(s, stage);
+    exchange_scores(s, score, x); // behind its barrier all are done with the step before
+    store_ratio(s, ratio);
+    if (!whole) {
+        mask_scores(s, token, token_masks_of(step), x);
+        clean_values(s, stage);
+        sync_block(); // between a warp's lanes
     }
-#pragma unroll 1
-    for (int step = 0; step < kStages && step < steps; step++) {
-        entry = start_copy(args, s, step, first + step * kStep, entry);
+    code_values codes; // before the barrier, for its latency
+    if (!kBf16) {
+        codes = load_code_values(s, stage, 0);
     }
-    return entry;
+    softmax_step(s, x);
+    multiply_values(s, stage, codes);
 }
 
+// `likely`: bulk look-ups from likely_first on.
+template <bool bulk>
 KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {
     int first = bounds().begin / kStep * kStep;
     int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
@@ -873,32 +1034,35 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
     // Steps of which every vector of the tile sees every token that exists.
     int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
     int full_end = (bounds().full_end - first) / kStep;
-    int entry = fill_stages(args, s, first, steps, likely);
+    int entry = bulk && first == likely_first(args, s) ? likely : look_up<bulk>(args, s, first);
+    prepare_copies<bulk>(args, s, first, entry);
+    start_copy<bulk>(args, s, 0, first, entry);
+    copy_async_commit();
+    entry = bulk ? -1 : look_up<false>(args, s, first + kStep);
     finish_query(args, s);
     clear_state(s);
-    for (int step = 0; step < steps; step++) {
-        int token = first + step * kStep, ahead = step + kStages - 1;
-        const uint8_t* stage = stage_of(step);
-        const warp_mask* masks = token_masks_of(step);
-        group_scores score;
-        float x[kSlots][4];
-        bool whole = step >= full_begin && step < full_end && all_exist(masks);
-        wait_for_copy(s, step);
-        multiply_keys(s, stage, score);
-        float ratio = split_scales(s, stage);
-        exchange_scores(s, score, x); // behind its barrier all are done with the step before
-        store_ratio(s, ratio);
-        if (step > 0 && ahead < steps) {
-            entry = start_copy(args, s, ahead, first + ahead * kStep, entry);
+#pragma unroll 1
+    for (int step = 0; step < steps;) {
+        int ahead = step + 1, stop = steps; // until copies have to be made ready again
+        if (bulk) {
+            stop = minimum(steps, (ahead / kLookUpSteps + 1) * kLookUpSteps - 1);
+            if (ahead % kLookUpSteps == 0 && ahead < steps) {
+                int token = first + ahead * kStep;
+                prepare_copies<bulk>(args, s, token, look_up<bulk>(args, s, token));
+            }
         }
-        if (!whole) {
-            mask_scores(s, token, masks, x);
-        }
-        softmax_step(s, x);
-        if (whole) {
-            multiply_values<false>(s, stage);
-        } else {
-            multiply_values<true>(s, stage);
+#pragma unroll 1
+        for (; step < stop; step++) {
+            int token = first + step * kStep;
+            bool whole = step >= full_begin && step < full_end && all_exist(token_masks_of(step));
+            wait_for_copy<bulk>(step);
+            if (step + 1 < steps) {
+                start_copy<bulk>(args, s, step + 1, token + kStep, entry);
+                copy_async_commit();
+                entry = bulk ? -1 : look_up<false>(args, s, token + 2 * kStep);
+            }
+            take_step(s, token, step, whole);
+            release_step<bulk>(s, step);
         }
     }
 }
@@ -918,23 +1082,25 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
         return;
     }
 #if KMLA_HAS_BULK_COPY
-    if (thread_index() == 0) {
+    if (is_copier(s) && s.lane == 0) { // which needs them before the first block barrier
         for (int stage = 0; stage < kStages; stage++) {
             barrier_init(arrival_of(stage), kRuns);
+            barrier_init(free_of(stage), kWarps);
         }
         barrier_init_fence();
     }
 #endif
     // First, for their latency.
-    int likely = copies_in_bulk(s) ? look_up(args, s, likely_first(args, s)) : -1;
+    int likely = copies_in_bulk(s) ? look_up<true>(args, s, likely_first(args, s)) : -1;
     load_query(args, s);
-    find_ranges(args, s, of_tokens(0));
-    sync_block();
-    read_tokens(args, s, likely);
+    find_ranges(args, s);
+    if (copies_in_bulk(s)) {
+        read_tokens<true>(args, s, likely);
+    } else {
+        read_tokens<false>(args, s, likely);
+    }
     launch_dependents();
-    finish_softmax(args, s);
-    sync_block();
-    store_results(args, s, (const float(&)[4][kColumns * 4])s.out);
+    store_split(args, s);
 }
 
 #endif

@@ -136,38 +136,50 @@ KMLA_DEVICE tile_bounds join(tile_bounds a, tile_bounds b) {
                        maximum(a.full_begin, b.full_begin), minimum(a.full_end, b.full_end)};
 }
 
-// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared
-// memory of 16 bytes a warp.
-KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {
-    int vector = s.first_vector + s.vector;
-    tile_bounds mine = {0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
-    if (s.vector < kTile) {
-        vector_range range = {0, 0, 0, 0};
-        if (vector < s.vectors) {
-            int i = vector / args.heads;
-            token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
-            token_range part = split_range(args, row, s.split);
-            range.begin = part.begin;
-            range.end = part.end;
-            range.whole = part.begin == row.begin && part.end == row.end;
-            mine.full_begin = range.begin;
-            mine.full_end = range.end;
-            if (range.begin < range.end) {
-                mine.begin = range.begin;
-                mine.end = range.end;
-            }
-        }
-        if (s.quad == 0) {
-            range_of(s.vector) = range;
-        }
-    }
-    for (int mask = 16; mask >= kLanesPerVector; mask /= 2) {
+// Of the lanes whose numbers differ in bits from `least` on.
+KMLA_DEVICE tile_bounds join_lanes(tile_bounds mine, int least) {
+    for (int mask = 16; mask >= least; mask /= 2) {
         tile_bounds other = {(int)shuffle_xor((uint32_t)mine.begin, mask),
                              (int)shuffle_xor((uint32_t)mine.end, mask),
                              (int)shuffle_xor((uint32_t)mine.full_begin, mask),
                              (int)shuffle_xor((uint32_t)mine.full_end, mask)};
         mine = join(mine, other);
     }
+    return mine;
+}
+
+// The range of the tile's vector n; `bounds` are those of a tile of it alone, or of nothing.
+KMLA_DEVICE vector_range find_range(const kmla_i_reader_args& args, const block_place& s, int n,
+                                    tile_bounds& bounds) {
+    int vector = s.first_vector + n;
+    vector_range range = {0, 0, 0, 0};
+    bounds = tile_bounds{0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
+    if (n < kTile && vector < s.vectors) {
+        int i = vector / args.heads;
+        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
+        token_range part = split_range(args, row, s.split);
+        range.begin = part.begin;
+        range.end = part.end;
+        range.whole = part.begin == row.begin && part.end == row.end;
+        bounds.full_begin = range.begin;
+        bounds.full_end = range.end;
+        if (range.begin < range.end) {
+            bounds.begin = range.begin;
+            bounds.end = range.end;
+        }
+    }
+    return range;
+}
+
+// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared
+// memory of 16 bytes a warp.
+KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {
+    tile_bounds mine;
+    vector_range range = find_range(args, s, s.vector, mine);
+    if (s.vector < kTile && s.quad == 0) {
+        range_of(s.vector) = range;
+    }
+    mine = join_lanes(mine, kLanesPerVector);
     tile_bounds* of_warp = (tile_bounds*)scratch;
     if (s.lane == 0) {
         of_warp[s.warp] = mine;
@@ -203,32 +215,52 @@ KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t ro
     }
 }
 
-// Of the tile's vector n: stores the split's lse, and for store_results sets what its accumulators
-// times and where they go. `sum` is of exp2(score - reference), `scale` what accumulators over sum
-// lack. A vector without tokens gets zeros as its output, but no partial: its weight is 0.
-KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,
-                               float scale) {
-    const float ln_2 = 0.693147181f;
+// For store_results: where vector n's result goes if its split finds tokens of it.
+KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {
     int vector = block_x() * kTile + n;
-    targets()[n] = 0;
     if (vector >= bounds().vectors) {
+        targets()[n] = 0;
         return;
     }
+    int64_t row = bounds().first_row + vector / args.heads;
+    int head = vector % args.heads;
+    bool final = args.splits == 1 || range_of(n).whole;
+    targets()[n] =
+        final ? target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
+                          args.out_type)
+              : target_of(args.part_out, part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
+                          args.partial_type);
+}
+
+// For store_results: what vector n's accumulators times, `scale` of what they lack over `sum`. One
+// without tokens gets zeros as its output, but no partial: its weight is 0.
+KMLA_DEVICE void weigh_vector(const kmla_i_reader_args& args, int n, float sum, float scale) {
+    bool empty = sum == 0;
+    factors()[n] = empty ? 0 : divide(scale, sum);
+    if (empty && args.splits > 1) {
+        targets()[n] = 0;
+    }
+}
+
+// Stores the lse of vector n; `sum` is of exp2(score - reference).
+KMLA_DEVICE void store_vector_lse(const kmla_i_reader_args& args, int n, float sum,
+                                  float reference) {
+    const float ln_2 = 0.693147181f;
+    int vector = block_x() * kTile + n;
     bool empty = sum == 0;
     bool final = args.splits == 1 || (!empty && range_of(n).whole);
     float lse = empty ? -infinity() : (reference + log2_fast(sum)) * ln_2;
-    int64_t row = bounds().first_row + vector / args.heads;
-    int head = vector % args.heads;
-    factors()[n] = empty ? 0 : divide(scale, sum);
-    store_lse(args, block_y(), row, head, lse, final);
-    if (final) {
-        targets()[n] = target_of(args.out, row * args.out_row_stride + head * args.out_head_stride,
-                                 args.out_type);
-    } else if (!empty) {
-        targets()[n] = target_of(args.part_out,
-                                 part_index(args, block_y(), row, head) * KMLA_LATENT_DIMS,
-                                 args.partial_type);
+    if (vector < bounds().vectors) {
+        store_lse(args, block_y(), bounds().first_row + vector / args.heads, vector % args.heads,
+                  lse, final);
     }
+}
+
+KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,
+                               float scale) {
+    place_vector(args, n);
+    weigh_vector(args, n, sum, scale);
+    store_vector_lse(args, n, sum, reference);
 }
 
 // Eight neighbouring dims of one vector, from `dim` on.
