@@ -1079,13 +1079,14 @@ static int32_t portable_bytes(int32_t kv_format, int32_t tile) {
            (packed ? step * 4 * 2 + step * 4 + 32 * 32 : 0);
 }
 
-// A kilobyte or two of barriers and of what is said of each vector, query, two buffers of the weights
+// A kilobyte or two of barriers and of what is said of each vector, query, two buffers of weights
 // of 64 tokens, a ring of runs of 32 records, a packed step's ratios twice, seven numbers of each
 // vector, and what each of 256 threads that score keeps of every eight: 8 bytes.
 static int32_t hopper_bytes(int32_t kv_format, int32_t tile, int32_t runs) {
     int32_t small = 256 + 28 * tile <= 1024 ? 1024 : 2048;
     return small + tile * 576 * 2 + 2 * tile * 64 * 2 + runs * 32 * kv_pitch(kv_format) +
-           (kv_format == KMLA_KV_PACKED ? 2 * 4 * 64 * 2 : 0) + 7 * tile * 4 + 256 * (tile / 8) * 8;
+           (kv_format == KMLA_KV_PACKED ? 2 * 4 * 64 * 2 : 0) + 7 * tile * 4 +
+           256 * (tile / 8) * 8;
 }
 
 // The most runs for which there is room, of 5 to 10.
