@@ -308,7 +308,7 @@ typedef struct kmla_shape {
     int32_t single_split_chunks; // rows of at most so many live chunks use one split [0]
     int32_t partial_type;        // KMLA_BF16 or KMLA_FP32 [BF16]
     int32_t tile;                // query vectors a block reads together: 8, 16, 32, Hopper
-                                 // also 24, 40 [planner]
+                                 // also 24, 40, 48, 56 [planner]
     int32_t ragged;              // 1: row_offsets says which rows are whose [0: uniform]
     int32_t slot_list;           // 1: tokens come from a slot list, one per row [block table]
     kmla_length_rule lengths;    // [per-row lengths, no window, one rank]
@@ -332,7 +332,7 @@ typedef struct kmla_plan {
     int32_t chunks_per_split;  // ceil(chunks / S): the static share
     int32_t threads;           // of a reader block
     int32_t resident;          // reader blocks that are to share an SM
-    int32_t stages;            // steps of KV that a reader block holds
+    int32_t stages;            // steps of KV that a reader block holds; Hopper: runs of 32 tokens
     int32_t shared_bytes;      // of a reader block
     int32_t launches;          // reader, and merge if S > 1
     uint64_t workspace_bytes;  // exact need; alignment 16

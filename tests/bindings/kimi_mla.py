@@ -45,6 +45,7 @@ KMLA_MAX_HEADS = 4096
 KMLA_MAX_ROWS = 65535
 KMLA_MAX_SPLITS = 1024
 KMLA_MAX_CAPACITY_TOKENS = 67108864
+KMLA_CACHE_KEY_BYTES = 48
 KMLA_MODE_EXACT = 0
 KMLA_MODE_E4M3_QUERY = 1
 KMLA_PAD_TILE = 0
@@ -62,6 +63,8 @@ KMLA_CHOSEN_BY_CALLER = 0
 KMLA_CHOSEN_BY_PLANNER = 1
 KMLA_SCALE_EXACT = 0
 KMLA_SCALE_POWER_OF_TWO = 1
+KMLA_TRANSPORT_ALL_TO_ALL = 0
+KMLA_TRANSPORT_REDUCE_SCATTER = 1
 KMLA_OK = 0
 KMLA_ERROR_ARGUMENT = 1
 KMLA_ERROR_OVERFLOW = 2
@@ -83,6 +86,8 @@ KMLA_ERROR_MEMORY = 14
 kmla_task = CFUNCTYPE(None, c_void_p, u32)
 kmla_run = CFUNCTYPE(None, c_void_p, u32, kmla_task, c_void_p)
 kmla_log_write = CFUNCTYPE(None, c_void_p, c_char_p)
+kmla_cache_load = CFUNCTYPE(size, c_void_p, c_char_p, c_void_p, size)
+kmla_cache_store = CFUNCTYPE(None, c_void_p, c_char_p, c_void_p, size)
 
 # ---- structs
 
@@ -149,6 +154,28 @@ class kmla_plan(Structure):
     ]
 
 
+class kmla_gather_desc(Structure):
+    _fields_ = [
+        ("heads", i32), ("ranks", i32), ("rank", i32), ("rows", i32), ("query_format", i32),
+        ("out_type", i32), ("equal_slices", i32), ("stored_heads", i32),
+    ]
+
+
+class kmla_slices(Structure):
+    _fields_ = [
+        ("head_stride", i64), ("row_stride", i64), ("offset_bytes", u64), ("slice_bytes", u64),
+        ("bytes", u64),
+    ]
+
+
+class kmla_gather(Structure):
+    _fields_ = [
+        ("desc", kmla_gather_desc), ("exchanges", i32), ("gathered_heads", i32),
+        ("first_head", i32), ("local_heads", i32), ("slice_heads", i32), ("query", kmla_slices),
+        ("out", kmla_slices), ("lse", kmla_slices),
+    ]
+
+
 class kmla_decode(Structure):
     _fields_ = [
         ("query", u64), ("query_row_stride_bytes", i64), ("query_head_stride_bytes", i64),
@@ -168,7 +195,7 @@ class kmla_combine(Structure):
         ("part_out_stride", i64), ("part_row_stride", i64), ("part_head_stride", i64),
         ("part_lse", u64), ("part_lse_stride", i64), ("part_lse_row_stride", i64),
         ("part_lse_head_stride", i64), ("out", u64), ("out_row_stride", i64),
-        ("out_head_stride", i64), ("out_type", i32), ("unused_", i32), ("lse", u64),
+        ("out_head_stride", i64), ("out_type", i32), ("share", i32), ("lse", u64),
         ("lse_row_stride", i64), ("lse_head_stride", i64),
     ]
 
@@ -197,10 +224,17 @@ class kmla_parallel(Structure):
     ]
 
 
+class kmla_cache(Structure):
+    _fields_ = [
+        ("load", kmla_cache_load), ("store", kmla_cache_store), ("user", c_void_p),
+    ]
+
+
 class kmla_gpu_desc(Structure):
     _fields_ = [
         ("cuda_handle", c_void_p), ("cuda_path", c_char_p), ("nvrtc_handle", c_void_p),
         ("nvrtc_path", c_char_p), ("without_nvrtc", i32), ("without_cuda", i32),
+        ("cache", kmla_cache),
     ]
 
 
@@ -240,6 +274,16 @@ FUNCTIONS = {
     "kmla_workspace_bytes": (i32, [i32, i32, i32, i32, POINTER(u64), POINTER(kmla_error)]),
     "kmla_plan_decode": (i32, [POINTER(kmla_shape), POINTER(kmla_device), POINTER(kmla_plan),
                                POINTER(kmla_error)]),
+    "kmla_pick_plan": (i32, [POINTER(POINTER(kmla_plan)), i32, i32, i32, i64, POINTER(i32),
+                             POINTER(kmla_error)]),
+    "kmla_plan_gather": (i32, [POINTER(kmla_gather_desc), POINTER(kmla_gather),
+                               POINTER(kmla_error)]),
+    "kmla_gather_write": (i32, [POINTER(kmla_gather), u64, POINTER(kmla_query_write),
+                                POINTER(kmla_error)]),
+    "kmla_gather_decode": (i32, [POINTER(kmla_gather), u64, u64, u64, POINTER(kmla_decode),
+                                 POINTER(kmla_error)]),
+    "kmla_gather_combine": (i32, [POINTER(kmla_gather), i32, u64, u64, POINTER(kmla_combine),
+                                  POINTER(kmla_error)]),
     "kmla_check_decode": (i32, [POINTER(kmla_plan), POINTER(kmla_decode), POINTER(kmla_error)]),
     "kmla_check_combine": (i32, [POINTER(kmla_combine), POINTER(kmla_error)]),
     "kmla_check_kv_write": (i32, [POINTER(kmla_kv_write), POINTER(kmla_error)]),
@@ -251,6 +295,7 @@ FUNCTIONS = {
     "kmla_host_combine": (i32, [POINTER(kmla_combine), POINTER(kmla_error)]),
     "kmla_host_write_kv": (i32, [POINTER(kmla_kv_write), POINTER(kmla_error)]),
     "kmla_host_write_query": (i32, [POINTER(kmla_query_write), POINTER(kmla_error)]),
+    "kmla_cache_files": (i32, [c_char_p, POINTER(kmla_cache), POINTER(kmla_error)]),
     "kmla_gpu_open": (i32, [POINTER(kmla_gpu_desc), POINTER(POINTER(kmla_gpu)),
                             POINTER(kmla_error)]),
     "kmla_gpu_device": (i32, [POINTER(kmla_gpu), POINTER(kmla_device), POINTER(kmla_error)]),

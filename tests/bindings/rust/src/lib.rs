@@ -73,6 +73,15 @@ pub type kmla_run = Option<
 >;
 pub type kmla_log_write = Option<unsafe extern "C" fn(user: *mut c_void, text: *const c_char)>;
 
+pub type kmla_cache_load = Option<
+    unsafe extern "C" fn(
+        user: *mut c_void, key: *const c_char, data: *mut c_void, room: usize,
+    ) -> usize,
+>;
+pub type kmla_cache_store = Option<
+    unsafe extern "C" fn(user: *mut c_void, key: *const c_char, data: *const c_void, bytes: usize),
+>;
+
 /// Opaque.
 #[repr(C)]
 pub struct kmla_gpu {
@@ -106,6 +115,7 @@ constants! {
     KMLA_MAX_ROWS = 65535;
     KMLA_MAX_SPLITS = 1024;
     KMLA_MAX_CAPACITY_TOKENS = 67108864;
+    KMLA_CACHE_KEY_BYTES = 48;
     KMLA_MODE_EXACT = 0;
     KMLA_MODE_E4M3_QUERY = 1;
     KMLA_PAD_TILE = 0;
@@ -123,6 +133,8 @@ constants! {
     KMLA_CHOSEN_BY_PLANNER = 1;
     KMLA_SCALE_EXACT = 0;
     KMLA_SCALE_POWER_OF_TWO = 1;
+    KMLA_TRANSPORT_ALL_TO_ALL = 0;
+    KMLA_TRANSPORT_REDUCE_SCATTER = 1;
     KMLA_OK = 0;
     KMLA_ERROR_ARGUMENT = 1;
     KMLA_ERROR_OVERFLOW = 2;
@@ -173,6 +185,17 @@ structs! {
         chunks_per_split: i32, threads: i32, resident: i32, stages: i32, shared_bytes: i32,
         launches: i32, workspace_bytes: u64, reason: [c_char; 192],
     }
+    struct kmla_gather_desc {
+        heads: i32, ranks: i32, rank: i32, rows: i32, query_format: i32, out_type: i32,
+        equal_slices: i32, stored_heads: i32,
+    }
+    struct kmla_slices {
+        head_stride: i64, row_stride: i64, offset_bytes: u64, slice_bytes: u64, bytes: u64,
+    }
+    struct kmla_gather {
+        desc: kmla_gather_desc, exchanges: i32, gathered_heads: i32, first_head: i32,
+        local_heads: i32, slice_heads: i32, query: kmla_slices, out: kmla_slices, lse: kmla_slices,
+    }
     struct kmla_decode {
         query: u64, query_row_stride_bytes: i64, query_head_stride_bytes: i64, query_scale: f32,
         scale: f32, kv_scale: f32, check_pages: i32, kv: u64, kv_pages: u64, page_pitch_bytes: u64,
@@ -185,7 +208,7 @@ structs! {
         parts: i32, rows: i32, heads: i32, part_type: i32, part_out: u64, part_out_stride: i64,
         part_row_stride: i64, part_head_stride: i64, part_lse: u64, part_lse_stride: i64,
         part_lse_row_stride: i64, part_lse_head_stride: i64, out: u64, out_row_stride: i64,
-        out_head_stride: i64, out_type: i32, unused_: i32, lse: u64, lse_row_stride: i64,
+        out_head_stride: i64, out_type: i32, share: i32, lse: u64, lse_row_stride: i64,
         lse_head_stride: i64,
     }
     struct kmla_kv_write {
@@ -201,9 +224,12 @@ structs! {
     struct kmla_parallel {
         run: kmla_run, user: *mut c_void,
     }
+    struct kmla_cache {
+        load: kmla_cache_load, store: kmla_cache_store, user: *mut c_void,
+    }
     struct kmla_gpu_desc {
         cuda_handle: *mut c_void, cuda_path: *const c_char, nvrtc_handle: *mut c_void,
-        nvrtc_path: *const c_char, without_nvrtc: i32, without_cuda: i32,
+        nvrtc_path: *const c_char, without_nvrtc: i32, without_cuda: i32, cache: kmla_cache,
     }
     struct kmla_image {
         data: *mut c_void, bytes: usize, variant: i32, compute_major: i32, compute_minor: i32,
@@ -240,6 +266,16 @@ functions! {
         error: *mut kmla_error) -> i32;
     fn kmla_plan_decode(shape: *const kmla_shape, device: *const kmla_device, plan: *mut kmla_plan,
         error: *mut kmla_error) -> i32;
+    fn kmla_pick_plan(plans: *const *const kmla_plan, count: i32, requests: i32, rows: i32,
+        tokens: i64, index: *mut i32, error: *mut kmla_error) -> i32;
+    fn kmla_plan_gather(desc: *const kmla_gather_desc, out: *mut kmla_gather,
+        error: *mut kmla_error) -> i32;
+    fn kmla_gather_write(gather: *const kmla_gather, query: u64, args: *mut kmla_query_write,
+        error: *mut kmla_error) -> i32;
+    fn kmla_gather_decode(gather: *const kmla_gather, query: u64, out: u64, lse: u64,
+        args: *mut kmla_decode, error: *mut kmla_error) -> i32;
+    fn kmla_gather_combine(gather: *const kmla_gather, transport: i32, part_out: u64,
+        part_lse: u64, args: *mut kmla_combine, error: *mut kmla_error) -> i32;
     fn kmla_check_decode(plan: *const kmla_plan, args: *const kmla_decode,
         error: *mut kmla_error) -> i32;
     fn kmla_check_combine(args: *const kmla_combine, error: *mut kmla_error) -> i32;
@@ -252,6 +288,8 @@ functions! {
     fn kmla_host_combine(args: *const kmla_combine, error: *mut kmla_error) -> i32;
     fn kmla_host_write_kv(args: *const kmla_kv_write, error: *mut kmla_error) -> i32;
     fn kmla_host_write_query(args: *const kmla_query_write, error: *mut kmla_error) -> i32;
+    fn kmla_cache_files(directory: *const c_char, cache: *mut kmla_cache,
+        error: *mut kmla_error) -> i32;
     fn kmla_gpu_open(desc: *const kmla_gpu_desc, gpu: *mut *mut kmla_gpu,
         error: *mut kmla_error) -> i32;
     fn kmla_gpu_device(gpu: *mut kmla_gpu, device: *mut kmla_device,
