@@ -7925,7 +7925,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
      "    wait_dependency();\n"
      "    weighted_sum<true>(args);\n"
      "}\n"
@@ -7937,7 +7937,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "#ifndef KMLA_TILE // support kernels\n"
      "\n"
-     "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
      "    weighted_sum<false>(args);\n"
      "}\n"
      "\n"
@@ -8098,7 +8098,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0xA9BB15D944745B02ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xA8952E620611122Eull
 // clang-format on
 // >>device source end
 

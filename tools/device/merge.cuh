@@ -131,7 +131,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
     }
 }
 
-KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
+KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {
     wait_dependency();
     weighted_sum<true>(args);
 }
