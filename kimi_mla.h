@@ -8410,6 +8410,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        if (step > 0) {\n"
      "            take_turn(s);\n"
+     "            s = find_score_place(opaque(thread_index()));\n"
      "        }\n"
      "        softmax_step(s, step == 0, score, power);\n"
      "        if (s.thread == 0) {\n"
@@ -8436,11 +8437,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    token[0] = *(const word2*)at;\n"
      "    token[1] = *(const word2*)(at + kPitch);\n"
      "    token[2] = *(const word2*)(at + 8 * kPitch);\n"
+    },
+    {"hopper.cuh", 1010,
      "    token[3] = *(const word2*)(at + 9 * kPitch);\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 1012,
      "// To V^T fragments, as in the portable reader, times the tokens' ratios.\n"
      "template <bool masked>\n"
      "KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ratios,\n"
@@ -8535,9 +8536,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        ring_place after = place_after(place, 1);\n"
      "        bool full = wait_for_runs(token, place, after);\n"
      "        const uint8_t* low = records_of(place.slot) + offset;\n"
-     "        const uint8_t* high = records_of(after.slot) + offset;\n"
     },
     {"hopper.cuh", 1107,
+     "        const uint8_t* high = records_of(after.slot) + offset;\n"
      "        load_values(low, raw);\n"
      "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
      "        if (rescaled(buffer)) {\n"
@@ -8945,7 +8946,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0xBF2F367AE056C9B3ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xFE70EB8DC4F56AC5ull
 // clang-format on
 // >>device source end
 

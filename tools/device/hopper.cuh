@@ -980,6 +980,7 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args) {
         }
         if (step > 0) {
             take_turn(s);
+            s = find_score_place(opaque(thread_index()));
         }
         softmax_step(s, step == 0, score, power);
         if (s.thread == 0) {
