@@ -1244,23 +1244,23 @@ static kmla_shape kmla_i_full_shape(const kmla_shape* given) {
 }
 
 // Tiles for which the readers are written, and what they cost on an H200 (us; medians of the
-// benchmark's sweeps, 2026-12-01, packed KV): a step of a block alone on its SM, and of two blocks
-// that share one (0: they never do).
+// benchmark's sweeps, 2026-12-01, packed KV): a block's launch, query, first loads and last stores;
+// a step of a block alone on its SM, and of two blocks that share one (0: they never do).
 typedef struct kmla_i_tile_cost {
     int32_t reader, tile;
-    double alone_us, shared_us;
+    double block_us, alone_us, shared_us;
 } kmla_i_tile_cost;
 static const kmla_i_tile_cost kmla_i_tiles[] = {
-    {KMLA_READER_PORTABLE, 8, 1.39, 2.00},
-    {KMLA_READER_PORTABLE, 16, 1.66, 2.40},
-    {KMLA_READER_PORTABLE, 32, 2.13, 4.40},
-    {KMLA_READER_HOPPER, 8, 1.36, 0.00},
-    {KMLA_READER_HOPPER, 16, 1.45, 0.00},
-    {KMLA_READER_HOPPER, 24, 1.55, 0.00},
-    {KMLA_READER_HOPPER, 32, 1.63, 0.00},
-    {KMLA_READER_HOPPER, 40, 1.83, 0.00},
-    {KMLA_READER_HOPPER, 48, 1.94, 0.00},
-    {KMLA_READER_HOPPER, 56, 1.98, 0.00},
+    {KMLA_READER_PORTABLE, 8, 5.5, 1.39, 2.00},
+    {KMLA_READER_PORTABLE, 16, 6.3, 1.68, 2.40},
+    {KMLA_READER_PORTABLE, 32, 10.4, 2.07, 4.40},
+    {KMLA_READER_HOPPER, 8, 6.5, 1.36, 0.00},
+    {KMLA_READER_HOPPER, 16, 6.7, 1.45, 0.00},
+    {KMLA_READER_HOPPER, 24, 6.9, 1.55, 0.00},
+    {KMLA_READER_HOPPER, 32, 7.1, 1.63, 0.00},
+    {KMLA_READER_HOPPER, 40, 7.7, 1.83, 0.00},
+    {KMLA_READER_HOPPER, 48, 8.0, 1.94, 0.00},
+    {KMLA_READER_HOPPER, 56, 8.5, 1.98, 0.00},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1428,7 +1428,6 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
 
 // ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 7.5            // launch, query, first loads, last stores of a wave
 #define KMLA_I_COST_MERGE_US 0.5            // the merge, and what it takes for each split
 #define KMLA_I_COST_MERGE_SPLIT_US 0.12
 #define KMLA_I_COST_BYTES_PER_US 3.0e6      // partials, written and read back: 3 TB/s
@@ -1456,7 +1455,7 @@ static double kmla_i_block_us(const kmla_plan* plan, int32_t splits, int64_t blo
     const kmla_i_tile_cost* cost = kmla_i_find_tile(plan->reader, plan->tile);
     double steps = kmla_i_steps(plan, kmla_i_ceil_div(plan->chunks, splits));
     int shared = plan->resident > 1 && blocks > plan->device.multiprocessors;
-    return KMLA_I_COST_BLOCK_US + steps * (shared ? cost->shared_us : cost->alone_us);
+    return cost->block_us + steps * (shared ? cost->shared_us : cost->alone_us);
 }
 
 static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
@@ -1467,7 +1466,8 @@ static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
                 (last ? kmla_i_block_us(plan, splits, last) : 0.0);
     double bytes = (double)plan->groups * (double)plan->chunks * KMLA_CHUNK_TOKENS *
                    (double)kmla_kv_record_bytes(plan->shape.kv_format);
-    double read_us = KMLA_I_COST_BLOCK_US + bytes / KMLA_I_COST_READ_BYTES_PER_US;
+    double read_us = kmla_i_find_tile(plan->reader, plan->tile)->block_us +
+                     bytes / KMLA_I_COST_READ_BYTES_PER_US;
     return us > read_us ? us : read_us;
 }
 
