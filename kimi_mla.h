@@ -3988,7 +3988,7 @@ static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, void* context,
 }
 
 KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_error* error) {
-    void* context;
+    void* context = NULL;
     kmla_status status;
     if (!device) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "device is NULL");

@@ -529,7 +529,7 @@ static void test_tensor_scales(void** state) {
     assert_int_equal(kmla_gpu_decode(gpu, &plan, &args, NULL, NULL), KMLA_OK);
     memcpy(&sent, fake->launches[0].args, sizeof sent);
     assert_true(sent.kv_scale == 0.5f);
-    assert_true(sent.score_scale == 1.44269504f * 4);
+    assert_true(sent.score_scale == (float)(1.44269504f * 4));
     kmla_gpu_close(gpu);
 }
 

@@ -153,8 +153,9 @@ def program(name):
 
 def modes():
     """The header's modes and their macros, as the Makefile has them."""
-    lines = re.findall(r"^DEFINES_(\w+) :=(.*)$", (TESTS / "Makefile").read_text(), re.M)
-    return {mode: defines.split() for mode, defines in lines}
+    lines = dict(re.findall(r"^DEFINES_(\w+) :=(.*)$", (TESTS / "Makefile").read_text(), re.M))
+    return {mode: re.sub(r"\$\(DEFINES_(\w+)\)", lambda of: lines[of[1]], defines).split()
+            for mode, defines in lines.items()}
 
 
 def flags_of(toolchain):
@@ -236,7 +237,7 @@ def unit_files(toolchain):
                           if (TESTS / name).exists()]
         if file.name == "test_windows.c" and not toolchain.windows:
             continue
-        if toolchain.windows and any(re.search(r"<(unistd|sys/wait|sys/resource|link|dirent)\.h>",
+        if toolchain.windows and any(re.search(r"<(dlfcn|unistd|sys/wait|sys/resource|link|dirent)\.h>",
                                                part) for part in texts):
             yield file, "made for POSIX"
         elif not toolchain.cuda and any("fake_libraries.h" in part for part in texts):

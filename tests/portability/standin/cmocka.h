@@ -58,6 +58,8 @@ static void standin_check_equal(uint64_t a, uint64_t b, int wanted, const char* 
     standin_check_equal((uint64_t)(a), (uint64_t)(b), 1, #a " == " #b, __FILE__, __LINE__)
 #define assert_int_not_equal(a, b)                                                                 \
     standin_check_equal((uint64_t)(a), (uint64_t)(b), 0, #a " != " #b, __FILE__, __LINE__)
+#define assert_in_range(value, low, high)                                                          \
+    STANDIN_CHECK((uint64_t)(value) >= (low) && (uint64_t)(value) <= (high), #value " in range")
 #define assert_string_equal(a, b) STANDIN_CHECK(strcmp(a, b) == 0, #a " == " #b)
 #define assert_string_not_equal(a, b) STANDIN_CHECK(strcmp(a, b) != 0, #a " != " #b)
 #define assert_memory_equal(a, b, n) STANDIN_CHECK(memcmp(a, b, n) == 0, "the bytes of " #a)
