@@ -737,8 +737,8 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 
 #define KMLA_I_READER_THREADS 256  // 8 warps: 2 halves of a step's tokens x 4 groups of dims
 #define KMLA_I_SUPPORT_THREADS 128 // merge, combine, writers
-#define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time; a bulk
-                                   // copy, which lies in one page
+#define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time; a
+                                   // bulk copy, which lies in one page
 #define KMLA_I_FP8_STEP_TOKENS 64  // the same of FP8 KV, of which more fits
 #define KMLA_I_STAGES 2            // steps of KV in shared memory
 #define KMLA_I_BLOCK_RESERVED_BYTES 1024 // shared memory that CUDA keeps of every block
@@ -1312,8 +1312,9 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 56 are allowed, and 0 for the planner's",
-                           (int)shape->tile);
+                           "shape.tile is %d; multiples of 8 up to %d are allowed, and 0 for the "
+                           "planner's",
+                           (int)shape->tile, KMLA_I_MOST_TILE);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
     if (shape->slot_list && (shape->ragged || !per_row)) {
@@ -1394,8 +1395,8 @@ static int32_t kmla_i_hopper_runs(const kmla_device* device, int32_t kv_format, 
     return runs;
 }
 
-// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV or the
-// largest tile) and shared memory allow it.
+// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV or
+// the largest tile) and shared memory allow it.
 static int32_t kmla_i_resident_blocks(const kmla_device* device, int32_t kv_format, int32_t tile) {
     int32_t block_bytes = kmla_i_reader_shared_bytes(kv_format, tile) +
                           KMLA_I_BLOCK_RESERVED_BYTES;
@@ -1526,8 +1527,9 @@ static kmla_status kmla_i_choose_tile_and_splits(kmla_plan* plan, kmla_error* er
         }
     }
     if (least_bytes == 0) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "shape.tile is %d, which shape.reader %d lacks",
-                           (int)shape->tile, (int)plan->reader);
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "shape.tile is %d, which shape.reader %d lacks", (int)shape->tile,
+                           (int)plan->reader);
     }
     if (plan->tile == 0) {
         return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
