@@ -37,6 +37,7 @@
 //     KIMI_MLA_NO_GPU           not defined   leave the GPU side out: no dlopen, no device source
 //     KIMI_MLA_NO_NVRTC         not defined   leave the compiler and device source out: kernels are
 //                                             images that tools/kmla made
+//     KIMI_MLA_NO_FILES         not defined   leave kmla_cache_files out, which alone touches files
 //     KMLA_API                  extern        linkage of the public functions
 //     KMLA_MALLOC(bytes)        malloc        used by open, compile and the checking mode only
 //     KMLA_FREE(pointer)        free          its partner
@@ -70,7 +71,7 @@
 #define KMLA_VERSION (KMLA_VERSION_MAJOR * 10000 + KMLA_VERSION_MINOR * 100 + KMLA_VERSION_PATCH)
 
 #ifndef KMLA_API
-#if defined(KIMI_MLA_STATIC) && defined(__GNUC__)
+#if defined(KIMI_MLA_STATIC) && (defined(__GNUC__) || defined(__clang__))
 #define KMLA_API static __attribute__((unused))
 #elif defined(KIMI_MLA_STATIC)
 #define KMLA_API static
@@ -131,6 +132,9 @@ KMLA_API const char* kmla_status_text(kmla_status status);
 // =============================================================================
 // >>records   Record formats
 // =============================================================================
+
+// Numbers in records are little-endian on every machine, as the GPU has them. Plain arrays
+// (sources, outputs, lse, tables) are in the machine's own order.
 
 #define KMLA_LATENT_DIMS 512  // D: config kv_lora_rank
 #define KMLA_ROPE_DIMS 64     // E: config qk_rope_head_dim
@@ -271,7 +275,7 @@ KMLA_API kmla_status kmla_workspace_bytes(int32_t rows, int32_t heads, int32_t s
 typedef struct kmla_device {
     int32_t compute_major;    // 9 of 9.0
     int32_t compute_minor;    // 0 of 9.0
-    int32_t multiprocessors;  // SMs
+    int32_t multiprocessors;  // SMs; of a green context its share
     int32_t shared_bytes;     // most dynamic shared memory a block may ask for (opt-in limit)
     int32_t shared_bytes_sm;  // shared memory of one SM
 } kmla_device;
@@ -341,6 +345,64 @@ typedef struct kmla_plan {
 KMLA_API kmla_status kmla_plan_decode(const kmla_shape* shape, const kmla_device* device,
                                       kmla_plan* plan, kmla_error* error);
 
+// Of several plans, e.g. one captured graph for 1, 2, 4, 8, ... requests, the smallest that covers
+// a step: at least so many requests, rows and local tokens; fewest rows, then requests, then
+// tokens. What is left over in it are dead rows. A count of 0 asks for nothing.
+// Errors: ARGUMENT (no plan covers; the message has what was asked; NULL, a negative number).
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error);
+
+// ---- What DCP ranks send each other
+//
+// A step of n ranks: each writes the queries of its own heads into its slice of a gathered buffer;
+// an all-gather fills the others; each decodes all heads over its shard of the tokens; the parts
+// are combined by either transport (KMLA_TRANSPORT_*), and each rank keeps its own heads.
+//
+// All arrays here have heads outermost, [heads][R]: a rank's slice is then one piece whatever R is,
+// and is written, gathered in place, read and sent without a copy. Padding heads lie at the end.
+// Heads in the gaps of equal slices are decoded from whatever lies there, and reach no result.
+
+typedef struct kmla_gather_desc {
+    int32_t heads;        // of all ranks together, 1..4096; need not be a multiple of ranks
+    int32_t ranks;        // n, 1..1024 [1: also where each rank has the whole cache]
+    int32_t rank;         // this one, 0..n-1
+    int32_t rows;         // R, 1..65535
+    int32_t query_format; // KMLA_QUERY_* [BF16]
+    int32_t out_type;     // of what a rank decodes, KMLA_BF16 or KMLA_FP32 [BF16]
+    int32_t equal_slices; // 1: each slice has room for the most heads of any rank, as collectives
+                          // of equal counts need [0: as many as the rank has]
+    int32_t stored_heads; // that a buffer has room for, e.g. 112 [as many as are gathered]
+} kmla_gather_desc;
+
+// One array, [stored heads][R] records or elements. Strides are in what the calls' structs count:
+// bytes of queries, elements of out and lse.
+typedef struct kmla_slices {
+    int64_t head_stride;
+    int64_t row_stride;
+    uint64_t offset_bytes; // of this rank's slice
+    uint64_t slice_bytes;  // that this rank contributes or keeps; divided by R, of one row
+    uint64_t bytes;        // of the whole array, padding included
+} kmla_slices;
+
+typedef struct kmla_gather {
+    kmla_gather_desc desc;  // with every default filled in
+    int32_t exchanges;      // 0: one rank, which skips every collective and the combine
+    int32_t gathered_heads; // H to plan a decode with: heads, or n slices where they are equal
+    int32_t first_head;     // index of this rank's first head among them
+    int32_t local_heads;    // of this rank; the first heads mod n ranks have one more. May be 0:
+                            // such a rank writes and combines nothing, and decodes all the same
+    int32_t slice_heads;    // of its slice: local_heads, or with equal slices the most of any rank
+    kmla_slices query;
+    kmla_slices out;
+    kmla_slices lse;
+} kmla_gather;
+
+// Lays out a rank's side of a gather. Other ranks' slices: ask with their number.
+// Errors: ARGUMENT (names the field).
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error);
+
 // =============================================================================
 // >>arguments   What a call reads and writes; the same structs for host and GPU
 // =============================================================================
@@ -384,7 +446,8 @@ typedef struct kmla_decode {
 
 // Weighs parts by their lse: shards of DCP ranks, or any split of the tokens.
 // m = max lse (NaN and +-inf count as -inf), w = exp(lse - m), out = sum(w o) / sum(w),
-// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf.
+// lse = m + ln(sum w). A part with weight 0 is not read. All empty: out 0, lse -inf. Shares of
+// parts with weight 0 are 0, whatever their payload holds, so that their sum is always the result.
 typedef struct kmla_combine {
     int32_t parts;             // 1..1024
     int32_t rows;              // R
@@ -402,8 +465,10 @@ typedef struct kmla_combine {
     int64_t out_row_stride;    // elements [H * head stride]
     int64_t out_head_stride;   // elements [512]
     int32_t out_type;          // KMLA_BF16 or KMLA_FP32
-    int32_t unused_;           // keep 0
-    uint64_t lse;              // fp32 [R][H]; 0 = not wanted
+    int32_t share;             // p + 1: only what part p adds, w o / sum(w), for a transport that
+                               // sums; part_out is then that part's own [R][H][512] and may be
+                               // out itself, if type and strides are equal [0: all parts]
+    uint64_t lse;              // fp32 [R][H], of all parts; 0 = not wanted
     int64_t lse_row_stride;    // elements [H * head stride]
     int64_t lse_head_stride;   // elements [1]
 } kmla_combine;
@@ -448,6 +513,25 @@ typedef struct kmla_query_write {
     int64_t query_row_stride_bytes;   // [H * head stride]
     int64_t query_head_stride_bytes;  // [record bytes]
 } kmla_query_write;
+
+// How parts come together:
+// ALL_TO_ALL        each rank gets its slice of out and lse of all ranks, [n][slice heads][R]...,
+//                   and combines them: out and lse of its own heads, in any layout.
+// REDUCE_SCATTER    lse of all ranks is all-gathered, [n][stored heads][R]; each rank's out becomes
+//                   its share; an element-wise sum over the ranks leaves its slice with each.
+enum { KMLA_TRANSPORT_ALL_TO_ALL = 0, KMLA_TRANSPORT_REDUCE_SCATTER = 1 };
+
+// A gather's layout as arguments. Each fills in the named addresses and all that the layout says of
+// them (counts, types, strides), and leaves the rest of *args as it is. Of a share, out's and lse's
+// strides too: out lies like part_out. Errors: ARGUMENT (NULL, an unknown transport, a rank without
+// heads that is to write or to combine its own). Any thread.
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error);
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error);
 
 // The checks that every host and GPU call makes first, usable alone: nothing is read through
 // any address. Errors: ARGUMENT (names the field), WORKSPACE, OVERFLOW. Any thread.
@@ -498,8 +582,27 @@ KMLA_API kmla_status kmla_host_write_query(const kmla_query_write* args, kmla_er
 // One object per CUDA context; not tied to a thread.
 typedef struct kmla_gpu kmla_gpu;
 
-// How the libraries are found. Zero: by name (libcuda.so.1 / nvcuda.dll; libnvrtc.so.13, .12,
-// .11.2, .so, and nvrtc64_*.dll). A handle wins over a path, a path over names.
+// Keeps compiled images from one process to the next, under keys: text of letters, digits, '_' and
+// '-' that can name a file. A key is a hash of the device source, the compiler's options,
+// its version and this header's, after the architecture and the variant in clear. Called by
+// kmla_gpu_compile and kmla_gpu_prepare on their threads, so by several at once if they are.
+// Nothing is taken on trust: what load gives is checked as any image is, and whatever is wrong with
+// it, or whatever the driver refuses, is compiled and stored again.
+#define KMLA_CACHE_KEY_BYTES 48 // room that holds every key, the final 0 included
+typedef struct kmla_cache {
+    // Returns the bytes of a key's entry, 0 if there is none, and copies them if room suffices.
+    size_t (*load)(void* user, const char* key, void* data, size_t room);
+    // Puts an entry in the place of an older one. If it fails, the next load finds none.
+    void (*store)(void* user, const char* key, const void* data, size_t bytes);
+    void* user;
+} kmla_cache;
+
+// How the libraries are found. A handle wins over a path, a path over the search:
+//   libcuda  libcuda.so.1 / nvcuda.dll, by the loader.
+//   NVRTC    libnvrtc.so.13, .12, .11.2, .so / nvrtc64_130_0.dll, ...: one that the process has
+//            loaded already; else by the loader; else in lib64 and lib (Windows: bin\x64 and bin)
+//            of CUDA_PATH, CUDA_HOME and /usr/local/cuda, toolkits and pip wheels alike. Releases
+//            newer than the driver come last.
 typedef struct kmla_gpu_desc {
     void* cuda_handle;        // of dlopen or LoadLibrary; stays the caller's
     const char* cuda_path;
@@ -508,11 +611,28 @@ typedef struct kmla_gpu_desc {
     int32_t without_nvrtc;    // 1: images come from the caller; NVRTC is not looked for
     int32_t without_cuda;     // 1: for compiling only, libcuda is not looked for; every other
                               // call on the object returns LIBRARY
+    kmla_cache cache;         // of what is compiled [none]; kmla_cache_files makes one
 } kmla_gpu_desc;
 
-// Finds the libraries and their functions. NVRTC is looked for at the first compile. Creates no
-// context, prints nothing, unloads nothing. desc may be NULL. Not for use during capture.
-// Errors: LIBRARY (lists every name tried), SYMBOL, CUDA, MEMORY.
+#ifndef KIMI_MLA_NO_FILES
+// A cache of files in a directory, for kmla_gpu_desc.cache. `directory` is not copied and must
+// outlive the objects that are opened with it. Its last folder is made if it is missing, for its
+// owner alone. A folder that exists must be this user's or root's, and nobody else may write to
+// it; one that is read-only is read. (On Windows it has the access rights of its parent.)
+// An entry is written to a file of its own, <key>.<process>.<number>.tmp, brought to disk, and
+// renamed to <key>.kmla. Processes and threads may share a directory. A killed process may leave a
+// *.tmp, which nobody reads. Any other fault of files is a miss, never an error of a later call.
+// Errors: ARGUMENT (the message says what is wrong with the directory); *cache stays as it was.
+// Any thread.
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error);
+#endif
+
+// Finds the libraries and their functions, and that NVRTC has its builtins (by a compile of
+// nothing, which takes some 10 ms). Creates no context, prints nothing, unloads nothing. desc may
+// be NULL. Not for use during capture.
+// Errors: LIBRARY (lists every name tried; a toolkit's stub of libcuda; NVRTC without its
+// builtins), SYMBOL, CUDA, MEMORY.
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error);
 
 // Describes the device of the calling thread's current context. Errors: CONTEXT, CUDA.
@@ -536,9 +656,11 @@ typedef struct kmla_log {
 } kmla_log;
 
 // Compiles the kernels of a plan, or with plan NULL the writers and the combine, for
-// device->compute_major.minor. Needs no GPU and no context. Slow (seconds). Any thread.
-// Errors: ARGUMENT, LIBRARY (also with KIMI_MLA_NO_NVRTC), SYMBOL, ARCHITECTURE (NVRTC does not
-// know the card; the message has NVRTC's version and what it knows), COMPILE, MEMORY.
+// device->compute_major.minor. Needs no GPU and no context. Slow (seconds) unless the cache has
+// it; with a log the cache is not asked, only told. Any thread.
+// Errors: ARGUMENT, LIBRARY (opened without_nvrtc, or KIMI_MLA_NO_NVRTC), ARCHITECTURE (NVRTC
+// does not know the card; the message has NVRTC's version and what it knows), COMPILE (the message
+// has the options), MEMORY.
 KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
                                       const kmla_device* device, const kmla_log* log,
                                       kmla_image* image, kmla_error* error);
@@ -625,12 +747,11 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 #define KMLA_I_PITCH_BF16 1168
 #define KMLA_I_MISC_BYTES 128      // barriers and token masks of the stages, facts of the tile
 #define KMLA_I_HOPPER_THREADS 512  // of the Hopper reader: 8 warps that score, 8 that weigh values
-#define KMLA_I_HOPPER_WIDE_TILE 64 // from this tile on its 8 warps do both, for want of registers
 #define KMLA_I_HOPPER_STEP_TOKENS 64
 #define KMLA_I_HOPPER_MISC_BYTES 256
 #define KMLA_I_HOPPER_LEAST_RUNS 5 // of KMLA_I_STEP_TOKENS tokens, in the ring: two steps and one
 #define KMLA_I_HOPPER_MOST_RUNS 10
-#define KMLA_I_MOST_TILE 72         // vectors of a tile, of the Hopper reader
+#define KMLA_I_MOST_TILE 56         // vectors of a tile, of the Hopper reader
 #define KMLA_I_REFERENCE_BELOW 5   // a new softmax reference is the maximum less this (log2)
 #define KMLA_I_REFERENCE_GROWTH 15 // and is kept until a score passes it by this: 2^15 fits f16
 
@@ -644,7 +765,7 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 // >>status   Implementation: status codes, errors, and the checks that all others are made of
 // =============================================================================
 
-#if defined(__GNUC__)
+#if defined(__GNUC__) || defined(__clang__)
 #define KMLA_I_PRINTF(format, values) __attribute__((__format__(__printf__, format, values)))
 #else
 #define KMLA_I_PRINTF(format, values)
@@ -1130,17 +1251,16 @@ typedef struct kmla_i_tile_cost {
     double alone_us, shared_us;
 } kmla_i_tile_cost;
 static const kmla_i_tile_cost kmla_i_tiles[] = {
-    {KMLA_READER_PORTABLE, 8, 1.05, 1.60},  {KMLA_READER_PORTABLE, 16, 1.20, 1.80},
-    {KMLA_READER_PORTABLE, 32, 1.90, 2.75},
-    {KMLA_READER_HOPPER, 8, 1.00, 0.0},
-    {KMLA_READER_HOPPER, 16, 1.05, 0.0},
-    {KMLA_READER_HOPPER, 24, 1.10, 0.0},
-    {KMLA_READER_HOPPER, 32, 1.20, 0.0},
-    {KMLA_READER_HOPPER, 40, 1.30, 0.0},
-    {KMLA_READER_HOPPER, 48, 1.40, 0.0},
-    {KMLA_READER_HOPPER, 56, 1.50, 0.0},
-    {KMLA_READER_HOPPER, 64, 1.60, 0.0},
-    {KMLA_READER_HOPPER, 72, 1.70, 0.0},
+    {KMLA_READER_PORTABLE, 8, 1.39, 2.00},
+    {KMLA_READER_PORTABLE, 16, 1.66, 2.40},
+    {KMLA_READER_PORTABLE, 32, 2.13, 4.40},
+    {KMLA_READER_HOPPER, 8, 1.36, 0.00},
+    {KMLA_READER_HOPPER, 16, 1.45, 0.00},
+    {KMLA_READER_HOPPER, 24, 1.55, 0.00},
+    {KMLA_READER_HOPPER, 32, 1.63, 0.00},
+    {KMLA_READER_HOPPER, 40, 1.83, 0.00},
+    {KMLA_READER_HOPPER, 48, 1.94, 0.00},
+    {KMLA_READER_HOPPER, 56, 1.98, 0.00},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1192,7 +1312,7 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 72 are allowed, and 0 for the planner's",
+                           "shape.tile is %d; multiples of 8 to 56 are allowed, and 0 for the planner's",
                            (int)shape->tile);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
@@ -1296,8 +1416,7 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
         (int64_t)kmla_i_rows_per_group(&plan->shape) * plan->shape.heads, tile);
     if (plan->reader == KMLA_READER_HOPPER) {
         plan->resident = 1;
-        plan->threads = tile >= KMLA_I_HOPPER_WIDE_TILE ? KMLA_I_READER_THREADS
-                                                        : KMLA_I_HOPPER_THREADS;
+        plan->threads = KMLA_I_HOPPER_THREADS;
         plan->stages = kmla_i_hopper_runs(&plan->device, kv_format, tile);
         plan->shared_bytes = kmla_i_hopper_shared_bytes(kv_format, tile, plan->stages);
     } else if (plan->reader == KMLA_READER_PORTABLE) {
@@ -1309,9 +1428,10 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
 
 // ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 8.0         // launch, query, first loads, last stores of a wave
-#define KMLA_I_COST_MERGE_US 1.5         // the merge
-#define KMLA_I_COST_BYTES_PER_US 2.5e6   // partials, written and read back: 2.5 TB/s
+#define KMLA_I_COST_BLOCK_US 7.5            // launch, query, first loads, last stores of a wave
+#define KMLA_I_COST_MERGE_US 0.5            // the merge, and what it takes for each split
+#define KMLA_I_COST_MERGE_SPLIT_US 0.12
+#define KMLA_I_COST_BYTES_PER_US 3.0e6      // partials, written and read back: 3 TB/s
 #define KMLA_I_COST_READ_BYTES_PER_US 3.6e6 // records, read by all blocks together
 
 static int64_t kmla_i_reader_blocks(const kmla_plan* plan, int32_t splits) {
@@ -1358,7 +1478,8 @@ static double kmla_i_merge_us(const kmla_plan* plan, int32_t splits) {
     double vectors = (double)plan->shape.rows * plan->shape.heads;
     double vector_bytes = KMLA_LATENT_DIMS * kmla_i_element_bytes(plan->shape.partial_type);
     double traffic_bytes = 2.0 * splits * vectors * vector_bytes;
-    return KMLA_I_COST_MERGE_US + traffic_bytes / KMLA_I_COST_BYTES_PER_US;
+    return KMLA_I_COST_MERGE_US + splits * KMLA_I_COST_MERGE_SPLIT_US +
+           traffic_bytes / KMLA_I_COST_BYTES_PER_US;
 }
 
 static double kmla_i_decode_us(const kmla_plan* plan, int32_t splits) {
@@ -1514,6 +1635,123 @@ KMLA_API int32_t kmla_plan_variant(const kmla_plan* plan) {
     return plan ? plan->reader * 10000 + plan->shape.kv_format * 1000 + plan->tile : 0;
 }
 #endif
+
+// 1 if plan a takes less than plan b.
+static int kmla_i_is_smaller_plan(const kmla_plan* a, const kmla_plan* b) {
+    if (a->shape.rows != b->shape.rows) {
+        return a->shape.rows < b->shape.rows;
+    }
+    if (a->shape.requests != b->shape.requests) {
+        return a->shape.requests < b->shape.requests;
+    }
+    return a->shape.capacity_tokens < b->shape.capacity_tokens;
+}
+
+KMLA_API kmla_status kmla_pick_plan(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                                    int32_t rows, int64_t tokens, int32_t* index,
+                                    kmla_error* error) {
+    const kmla_i_limit limits[] = {
+        {"count", count, 1, INT32_MAX},
+        {"requests", requests, 0, KMLA_MAX_ROWS},
+        {"rows", rows, 0, KMLA_MAX_ROWS},
+        {"tokens", tokens, 0, KMLA_MAX_CAPACITY_TOKENS},
+    };
+    kmla_status status = kmla_i_check_pointer("plans", plans, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("index", index, error);
+    }
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    }
+    int32_t best = -1;
+    for (int32_t i = 0; status == KMLA_OK && i < count; ++i) {
+        status = kmla_i_check_pointer("plans[i]", plans[i], error);
+        if (status == KMLA_OK && plans[i]->shape.requests >= requests &&
+            plans[i]->shape.rows >= rows && plans[i]->shape.capacity_tokens >= tokens &&
+            (best < 0 || kmla_i_is_smaller_plan(plans[i], plans[best]))) {
+            best = i;
+        }
+    }
+    if (status == KMLA_OK && best < 0) {
+        status = kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                             "none of %d plans covers %d requests, %d rows and %lld tokens",
+                             (int)count, (int)requests, (int)rows, (long long)tokens);
+    }
+    if (status == KMLA_OK) {
+        *index = best;
+    }
+    return status;
+}
+
+// =============================================================================
+// >>planning   Implementation: what DCP ranks send each other
+// =============================================================================
+
+// An array [stored heads][R] of units, which lie row_stride apart in what its strides count.
+static kmla_slices kmla_i_slices(const kmla_gather* g, int64_t unit_bytes, int64_t row_stride) {
+    const int64_t head_bytes = g->desc.rows * unit_bytes;
+    kmla_slices slices;
+    slices.head_stride = g->desc.rows * row_stride;
+    slices.row_stride = row_stride;
+    slices.offset_bytes = (uint64_t)(g->first_head * head_bytes);
+    slices.slice_bytes = (uint64_t)(g->slice_heads * head_bytes);
+    slices.bytes = (uint64_t)(g->desc.stored_heads * head_bytes);
+    return slices;
+}
+
+KMLA_API kmla_status kmla_plan_gather(const kmla_gather_desc* desc, kmla_gather* out,
+                                      kmla_error* error) {
+    kmla_gather made;
+    kmla_status status = kmla_i_check_pointer("desc", desc, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_pointer("out", out, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    memset(&made, 0, sizeof made);
+    made.desc = *desc;
+    made.desc.ranks = (int32_t)kmla_i_default(desc->ranks, 1);
+    const kmla_i_limit limits[] = {
+        {"desc.heads", desc->heads, 1, KMLA_MAX_HEADS},
+        {"desc.ranks", made.desc.ranks, 1, KMLA_MAX_SPLITS}, // as many as a combine has parts
+        {"desc.rank", desc->rank, 0, (int64_t)made.desc.ranks - 1},
+        {"desc.rows", desc->rows, 1, KMLA_MAX_ROWS},
+        {"desc.query_format", desc->query_format, 0, KMLA_QUERY_E4M3},
+        {"desc.out_type", desc->out_type, 0, KMLA_FP32},
+        {"desc.equal_slices", desc->equal_slices, 0, 1},
+    };
+    status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int32_t ranks = made.desc.ranks;
+    const int32_t share = desc->heads / ranks, longer = desc->heads % ranks;
+    const int32_t widest = share + (longer > 0);
+    made.exchanges = ranks > 1;
+    made.local_heads = share + (desc->rank < longer);
+    made.slice_heads = desc->equal_slices ? widest : made.local_heads;
+    made.first_head = desc->equal_slices
+                          ? desc->rank * widest
+                          : desc->rank * share + (int32_t)kmla_i_min(desc->rank, longer);
+    made.gathered_heads = desc->equal_slices ? ranks * widest : desc->heads;
+    made.desc.stored_heads = (int32_t)kmla_i_default(desc->stored_heads, made.gathered_heads);
+    const kmla_i_limit stored[] = {
+        {"gathered heads (desc.equal_slices)", made.gathered_heads, 1, KMLA_MAX_HEADS},
+        {"desc.stored_heads", made.desc.stored_heads, made.gathered_heads, KMLA_MAX_HEADS},
+    };
+    status = kmla_i_check_limits(stored, KMLA_I_COUNT(stored), error);
+    if (status != KMLA_OK) {
+        return status;
+    }
+    const int64_t record_bytes = (int64_t)kmla_query_record_bytes(desc->query_format);
+    made.query = kmla_i_slices(&made, record_bytes, record_bytes);
+    made.out = kmla_i_slices(&made, KMLA_LATENT_DIMS * kmla_i_element_bytes(desc->out_type),
+                             KMLA_LATENT_DIMS);
+    made.lse = kmla_i_slices(&made, sizeof(float), 1);
+    *out = made;
+    return KMLA_OK;
+}
 
 // =============================================================================
 // >>arguments   Implementation: what checks of arguments are made of
@@ -1871,7 +2109,7 @@ KMLA_API kmla_status kmla_check_combine(const kmla_combine* args, kmla_error* er
         {"args.rows", c.rows, 1, KMLA_MAX_ROWS},
         {"args.heads", c.heads, 1, KMLA_MAX_HEADS},
         {"args.part_type", c.part_type, 0, KMLA_FP32},
-        {"args.unused_", c.unused_, 0, 0},
+        {"args.share", c.share, 0, c.parts},
     };
     const kmla_i_address addresses[] = {
         {"args.part_out", c.part_out, KMLA_I_RECORD_ALIGNMENT, 1},
@@ -2000,6 +2238,96 @@ KMLA_API kmla_status kmla_check_query_write(const kmla_query_write* args, kmla_e
     int64_t record_bytes = (int64_t)kmla_query_record_bytes(w.query_format);
     return status != KMLA_OK ? status
                              : kmla_i_check_apart(&strides[2], &strides[3], record_bytes, error);
+}
+
+// =============================================================================
+// >>arguments   Implementation: a gather's layout as arguments
+// =============================================================================
+
+static kmla_status kmla_i_check_gather(const kmla_gather* gather, const void* args,
+                                       kmla_error* error) {
+    kmla_status status = kmla_i_check_pointer("gather", gather, error);
+    return status != KMLA_OK ? status : kmla_i_check_pointer("args", args, error);
+}
+
+static kmla_status kmla_i_check_own_heads(const kmla_gather* gather, kmla_error* error) {
+    const kmla_i_limit limit = {"gather.local_heads", gather->local_heads, 1, KMLA_MAX_HEADS};
+    return kmla_i_check_limits(&limit, 1, error);
+}
+
+KMLA_API kmla_status kmla_gather_write(const kmla_gather* gather, uint64_t query,
+                                       kmla_query_write* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status == KMLA_OK) {
+        args->rows = gather->desc.rows;
+        args->heads = gather->local_heads;
+        args->query_format = gather->desc.query_format;
+        args->query = query + gather->query.offset_bytes;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_decode(const kmla_gather* gather, uint64_t query, uint64_t out,
+                                        uint64_t lse, kmla_decode* args, kmla_error* error) {
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        args->query = query;
+        args->query_row_stride_bytes = gather->query.row_stride;
+        args->query_head_stride_bytes = gather->query.head_stride;
+        args->out = out;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->out_type = gather->desc.out_type;
+        args->lse = lse;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return status;
+}
+
+KMLA_API kmla_status kmla_gather_combine(const kmla_gather* gather, int32_t transport,
+                                         uint64_t part_out, uint64_t part_lse, kmla_combine* args,
+                                         kmla_error* error) {
+    const kmla_i_limit limit = {"transport", transport, 0, KMLA_TRANSPORT_REDUCE_SCATTER};
+    const int shares = transport == KMLA_TRANSPORT_REDUCE_SCATTER;
+    kmla_status status = kmla_i_check_gather(gather, args, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_check_limits(&limit, 1, error);
+    }
+    if (status == KMLA_OK && !shares) {
+        status = kmla_i_check_own_heads(gather, error);
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    // Parts are whole arrays of all heads, or everybody's slices of this rank's.
+    const int32_t part_heads = shares ? gather->desc.stored_heads : gather->slice_heads;
+    args->parts = gather->desc.ranks;
+    args->rows = gather->desc.rows;
+    args->heads = shares ? gather->gathered_heads : gather->local_heads;
+    args->part_type = gather->desc.out_type;
+    args->share = shares ? gather->desc.rank + 1 : 0;
+    args->part_out = part_out;
+    args->part_out_stride = part_heads * gather->out.head_stride;
+    args->part_row_stride = gather->out.row_stride;
+    args->part_head_stride = gather->out.head_stride;
+    args->part_lse = part_lse;
+    args->part_lse_stride = part_heads * gather->lse.head_stride;
+    args->part_lse_row_stride = gather->lse.row_stride;
+    args->part_lse_head_stride = gather->lse.head_stride;
+    if (shares) {
+        args->out_type = gather->desc.out_type;
+        args->out_row_stride = gather->out.row_stride;
+        args->out_head_stride = gather->out.head_stride;
+        args->lse_row_stride = gather->lse.row_stride;
+        args->lse_head_stride = gather->lse.head_stride;
+    }
+    return KMLA_OK;
 }
 
 // =============================================================================
@@ -2133,10 +2461,14 @@ static uint8_t* kmla_i_at(uint64_t address, int64_t offset_bytes) {
     return (uint8_t*)(uintptr_t)(address + (uint64_t)offset_bytes);
 }
 
-static float kmla_i_load_bf16(const uint8_t* from, int64_t index) {
+static uint16_t kmla_i_load_bf16_bits(const uint8_t* from, int64_t index) {
     uint16_t bits;
     memcpy(&bits, from + index * 2, sizeof(bits));
-    return kmla_bf16_to_float(bits);
+    return bits;
+}
+
+static float kmla_i_load_bf16(const uint8_t* from, int64_t index) {
+    return kmla_bf16_to_float(kmla_i_load_bf16_bits(from, index));
 }
 
 static float kmla_i_load_fp32(const uint8_t* from, int64_t index) {
@@ -2160,6 +2492,31 @@ static void kmla_i_store_array(const float* values, int32_t type, int32_t count,
             const uint16_t bits = kmla_float_to_bf16(values[i]);
             memcpy(to + i * 2, &bits, 2);
         }
+    }
+}
+
+// Bits between the machine's order and the little-endian one of records: nothing to do on most.
+static int kmla_i_big_endian(void) {
+    const uint16_t one = 1;
+    uint8_t first;
+    memcpy(&first, &one, 1);
+    return first == 0;
+}
+
+static uint16_t kmla_i_little16(uint16_t bits) {
+    return kmla_i_big_endian() ? (uint16_t)(bits << 8 | bits >> 8) : bits;
+}
+
+static uint32_t kmla_i_little32(uint32_t bits) {
+    return kmla_i_big_endian() ? (uint32_t)kmla_i_little16((uint16_t)bits) << 16 |
+                                     kmla_i_little16((uint16_t)(bits >> 16))
+                               : bits;
+}
+
+// BF16 of a record as fp32.
+static void kmla_i_load_record_bf16(const uint8_t* from, int32_t count, float* values) {
+    for (int32_t i = 0; i < count; i++) {
+        values[i] = kmla_bf16_to_float(kmla_i_little16(kmla_i_load_bf16_bits(from, i)));
     }
 }
 
@@ -2227,14 +2584,12 @@ static float kmla_i_encode_query_group(const float* values, uint8_t* codes) {
     return scale;
 }
 
-// BF16 sources are copied bit by bit, NaN payloads included; fp32 is rounded.
+// BF16 sources keep their bits, NaN payloads included; fp32 is rounded.
 static void kmla_i_write_bf16(const uint8_t* from, int32_t type, int32_t count, uint8_t* to) {
-    if (type == KMLA_BF16) {
-        memcpy(to, from, (size_t)count * 2);
-        return;
-    }
     for (int32_t i = 0; i < count; i++) {
-        const uint16_t bits = kmla_float_to_bf16(kmla_i_load_fp32(from, i));
+        const uint16_t bits = kmla_i_little16(type == KMLA_BF16
+                                                  ? kmla_i_load_bf16_bits(from, i)
+                                                  : kmla_float_to_bf16(kmla_i_load_fp32(from, i)));
         memcpy(to + i * 2, &bits, 2);
     }
 }
@@ -2252,7 +2607,8 @@ static void kmla_i_write_packed(const uint8_t* latent, const uint8_t* rope, int3
         const float scale = scale_rule == KMLA_I_SCALE_QUERY
                                 ? kmla_i_encode_query_group(values, record + first)
                                 : kmla_i_encode_kv_group(values, scale_rule, record + first);
-        memcpy(record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, &scale, 4);
+        const uint32_t bits = kmla_i_little32(kmla_i_bits(scale));
+        memcpy(record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, &bits, 4);
     }
     kmla_i_write_bf16(rope, type, KMLA_ROPE_DIMS, record + KMLA_PACKED_ROPE_OFFSET);
 }
@@ -2358,7 +2714,8 @@ static void kmla_i_store_result(const kmla_combine* parts, int64_t row, int64_t 
     }
 }
 
-// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read.
+// Weighs the parts of one vector, in ascending order. A payload of weight 0 is not read. For a
+// share all weights count, but only its own part's payload.
 static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t head,
                                int32_t rule) {
     float maximum = -INFINITY;
@@ -2374,16 +2731,16 @@ static void kmla_i_weigh_parts(const kmla_combine* parts, int64_t row, int64_t h
     for (int32_t part = 0; part < parts->parts; part++) {
         const float lse = kmla_i_part_lse(parts, part, row, head, rule);
         const float weight = lse == -INFINITY ? 0.0f : expf(lse - maximum);
-        if (weight == 0.0f) {
+        total += weight;
+        if (weight == 0.0f || (parts->share && part != parts->share - 1)) {
             continue;
         }
-        const int64_t at = part * parts->part_out_stride + row * parts->part_row_stride +
-                           head * parts->part_head_stride;
+        const int64_t at = (parts->share ? 0 : part * parts->part_out_stride) +
+                           row * parts->part_row_stride + head * parts->part_head_stride;
         float payload[KMLA_LATENT_DIMS];
         kmla_i_load_array(
             kmla_i_at(parts->part_out, at * kmla_i_element_bytes(parts->part_type)),
             parts->part_type, KMLA_LATENT_DIMS, payload);
-        total += weight;
         for (int32_t d = 0; d < KMLA_LATENT_DIMS; d++) {
             out[d] += weight * payload[d];
         }
@@ -2523,7 +2880,7 @@ static const uint8_t* kmla_i_find_record(const kmla_i_host_job* job, int64_t tab
 static void kmla_i_load_record(const kmla_i_host_job* job, int32_t kv_format, float tensor_scale,
                                const uint8_t* record, float* values) {
     if (kv_format == KMLA_KV_BF16) {
-        kmla_i_load_array(record, KMLA_BF16, KMLA_QUERY_DIMS, values);
+        kmla_i_load_record_bf16(record, KMLA_QUERY_DIMS, values);
         return;
     }
     if (kv_format == KMLA_KV_E4M3) {
@@ -2533,14 +2890,15 @@ static void kmla_i_load_record(const kmla_i_host_job* job, int32_t kv_format, fl
         return;
     }
     for (int32_t first = 0; first < KMLA_LATENT_DIMS; first += KMLA_GROUP_DIMS) {
-        const float scale =
-            kmla_i_load_fp32(record + KMLA_PACKED_SCALE_OFFSET, first / KMLA_GROUP_DIMS);
+        uint32_t bits;
+        memcpy(&bits, record + KMLA_PACKED_SCALE_OFFSET + first / KMLA_GROUP_DIMS * 4, 4);
+        const float scale = kmla_i_float(kmla_i_little32(bits));
         for (int32_t d = first; d < first + KMLA_GROUP_DIMS; d++) {
             values[d] = job->e4m3[record[d]] * scale;
         }
     }
-    kmla_i_load_array(record + KMLA_PACKED_ROPE_OFFSET, KMLA_BF16, KMLA_ROPE_DIMS,
-                      values + KMLA_LATENT_DIMS);
+    kmla_i_load_record_bf16(record + KMLA_PACKED_ROPE_OFFSET, KMLA_ROPE_DIMS,
+                            values + KMLA_LATENT_DIMS);
 }
 
 // The query of a row and head; in e4m3 mode what the packed query writer would have stored.
@@ -2553,13 +2911,12 @@ static void kmla_i_load_query(const kmla_i_host_job* job, int64_t row, int64_t h
     const int32_t layout = shape->query_format == KMLA_QUERY_PACKED ? KMLA_KV_PACKED
                            : shape->query_format == KMLA_QUERY_E4M3 ? KMLA_KV_E4M3
                                                                     : KMLA_KV_BF16;
-    uint8_t packed[KMLA_PACKED_BYTES];
+    kmla_i_load_record(job, layout, job->args.query_scale, record, query);
     if (layout == KMLA_KV_BF16 && shape->mode == KMLA_MODE_E4M3_QUERY) {
-        kmla_i_write_packed(record, record + KMLA_LATENT_DIMS * 2, KMLA_BF16, KMLA_I_SCALE_QUERY,
-                            packed);
+        uint8_t packed[KMLA_PACKED_BYTES];
+        kmla_i_write_packed((const uint8_t*)query, (const uint8_t*)(query + KMLA_LATENT_DIMS),
+                            KMLA_FP32, KMLA_I_SCALE_QUERY, packed);
         kmla_i_load_record(job, KMLA_KV_PACKED, 1.0f, packed, query);
-    } else {
-        kmla_i_load_record(job, layout, job->args.query_scale, record, query);
     }
 }
 
@@ -2864,7 +3221,7 @@ KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* 
         int64_t part_out_stride, part_row_stride, part_head_stride;                               \
         int64_t part_lse_stride, part_lse_row_stride, part_lse_head_stride;                       \
         int64_t out_row_stride, out_head_stride, lse_row_stride, lse_head_stride;                 \
-        int32_t parts, rows, heads, part_type, out_type;                                          \
+        int32_t parts, rows, heads, part_type, out_type, share;                                   \
     };                                                                                            \
     struct kmla_i_kv_write_args {                                                                 \
         uint64_t latent, rope, slots, kv, kv_slots, page_pitch;                                   \
@@ -2908,7 +3265,6 @@ KMLA_I_KERNEL_ARGS
     KMLA_I_FACT(KMLA_I_FP8_STEP_TOKENS)                                                           \
     KMLA_I_FACT(KMLA_I_HOPPER_THREADS)                                                            \
     KMLA_I_FACT(KMLA_I_HOPPER_STEP_TOKENS)                                                        \
-    KMLA_I_FACT(KMLA_I_HOPPER_WIDE_TILE)                                                          \
     KMLA_I_FACT(KMLA_I_HOPPER_MISC_BYTES)                                                         \
     KMLA_I_FACT(KMLA_I_PITCH_PACKED)                                                              \
     KMLA_I_FACT(KMLA_I_PITCH_E4M3)                                                                \
@@ -2946,14 +3302,17 @@ static const char kmla_i_device_structs[] = KMLA_I_STR(KMLA_I_KERNEL_ARGS) "\n";
 extern "C" {
 #endif
 struct HINSTANCE__; // what windows.h says, so that both may be included
-__declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
 #if defined(_WIN64)
-__declspec(dllimport) long long(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
-                                                                    const char* name))(void);
+typedef long long(__stdcall* kmla_i_windows_function)(void);
 #else
-__declspec(dllimport) int(__stdcall* __stdcall GetProcAddress(struct HINSTANCE__* library,
-                                                              const char* name))(void);
+typedef int(__stdcall* kmla_i_windows_function)(void);
 #endif
+__declspec(dllimport) struct HINSTANCE__* __stdcall LoadLibraryA(const char* name);
+__declspec(dllimport) struct HINSTANCE__* __stdcall GetModuleHandleA(const char* name);
+__declspec(dllimport) int __stdcall MoveFileExA(const char* from, const char* to,
+                                                unsigned long flags);
+__declspec(dllimport) kmla_i_windows_function __stdcall GetProcAddress(
+    struct HINSTANCE__* library, const char* name);
 #ifdef __cplusplus
 }
 #endif
@@ -2989,9 +3348,19 @@ typedef struct kmla_i_launch_config {
 #define KMLA_I_FUNCTION_DYNAMIC_SHARED 8
 #define KMLA_I_LAUNCH_PROGRAMMATIC 6     // programmatic stream serialization
 #define KMLA_I_PROGRAMMATIC_DRIVER 12030 // the first driver that also captures such launches
+#define KMLA_I_RESOURCE_SM 1             // of cuCtxGetDevResource
+#define KMLA_I_STUB_LIBRARY 34
 #define KMLA_I_CAPTURE_IMPLICIT 906
 #define KMLA_I_NVRTC_BUILTINS_FAILED 7
 #define KMLA_I_NVRTC_HOPPER 12000 // the first release that knows sm_90a
+
+// What cuCtxGetDevResource fills.
+typedef struct kmla_i_resource {
+    int32_t type;
+    char padding[92];
+    uint32_t multiprocessors;
+    char room[156]; // 44 of them are in use with CUDA 13
+} kmla_i_resource;
 
 // X(result, field, symbol, needed, parameters). Symbols carry the suffix of the ABI that is meant.
 #define KMLA_I_CUDA_FUNCTIONS(X)                                                                   \
@@ -3004,6 +3373,8 @@ typedef struct kmla_i_launch_config {
     X(int, context_push, "cuCtxPushCurrent_v2", 1, (void* context))                                \
     X(int, context_pop, "cuCtxPopCurrent_v2", 1, (void** context))                                 \
     X(int, context_id, "cuCtxGetId", 0, (void* context, unsigned long long* id))                   \
+    X(int, context_resource, "cuCtxGetDevResource", 0,                                             \
+      (void* context, kmla_i_resource* resource, int type))                                        \
     X(int, device_attribute, "cuDeviceGetAttribute", 1, (int* value, int attribute, int device))   \
     X(int, module_load, "cuModuleLoadData", 1, (void** module, const void* image))                 \
     X(int, module_unload, "cuModuleUnload", 1, (void* module))                                     \
@@ -3082,9 +3453,9 @@ struct kmla_gpu {
     int32_t driver_version;
     int32_t without_cuda;
     int32_t without_nvrtc;
-    void* nvrtc_handle;
-    char* nvrtc_path; // lies behind the struct, in the same allocation
-    void* context;    // of the first prepare, else NULL
+    kmla_i_nvrtc nvrtc;
+    kmla_cache cache;
+    void* context; // of the first prepare, else NULL
     unsigned long long context_id;
     kmla_device device; // of that context
     kmla_i_support support;
@@ -3115,12 +3486,14 @@ typedef struct kmla_i_text {
 } kmla_i_text;
 
 static void kmla_i_text_add(kmla_i_text* text, const char* more) {
-    for (; *more; ++more, ++text->length) {
-        if (text->length + 1 < text->room) {
-            text->data[text->length] = *more;
-            text->data[text->length + 1] = 0;
-        }
+    const size_t bytes = strlen(more);
+    if (text->length + 1 < text->room) {
+        const size_t room = text->room - text->length - 1;
+        const size_t kept = bytes < room ? bytes : room;
+        memcpy(text->data + text->length, more, kept);
+        text->data[text->length + kept] = 0;
     }
+    text->length += bytes;
 }
 
 // Both strings, one after the other; cut off where the room ends.
@@ -3162,10 +3535,9 @@ static kmla_status kmla_i_fail_cuda(const kmla_gpu* gpu, kmla_error* error, cons
 
 #if defined(_WIN32)
 #define KMLA_I_CUDA_NAME "nvcuda.dll"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", NULL }
 
 static void* kmla_i_library_open(const char* name) { return (void*)LoadLibraryA(name); }
+static const char* kmla_i_library_fault(void) { return "LoadLibrary failed"; }
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     struct HINSTANCE__* handle = (struct HINSTANCE__*)library;
@@ -3175,10 +3547,14 @@ static int kmla_i_library_symbol(void* library, const char* name, void* pointer)
 }
 #else
 #define KMLA_I_CUDA_NAME "libcuda.so.1"
-#define KMLA_I_NVRTC_NAMES                                                                         \
-    { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so", NULL }
 
 static void* kmla_i_library_open(const char* name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
+
+// Why the last kmla_i_library_open failed.
+static const char* kmla_i_library_fault(void) {
+    const char* fault = dlerror();
+    return fault ? fault : "no reason is known";
+}
 
 static int kmla_i_library_symbol(void* library, const char* name, void* pointer) {
     void* symbol = dlsym(library, name); // copied, as C knows no cast to a function pointer
@@ -3194,16 +3570,43 @@ static kmla_status kmla_i_missing_symbol(kmla_error* error, const char* library,
     return kmla_i_fail_library(error, KMLA_ERROR_SYMBOL, library, message);
 }
 
+// A library that cannot be opened by the path that the caller gave.
+static kmla_status kmla_i_fail_path(kmla_error* error, const char* argument, const char* path) {
+    char message[512];
+    snprintf(message, sizeof message, "%s cannot be opened: %s", argument, kmla_i_library_fault());
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, path, message);
+}
+
 #define KMLA_I_LOAD_SYMBOL(result, field, symbol, needed, parameters)                              \
     if (!kmla_i_library_symbol(library, symbol, &functions->field) && (needed)) {                  \
         return kmla_i_missing_symbol(error, name, symbol);                                         \
     }
 
+// cuInit is once a process, and creates no context.
+static kmla_status kmla_i_cuda_init(const kmla_gpu* gpu, kmla_error* error) {
+    int result = gpu->cuda.init(0);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuInit", result);
+    if (result == KMLA_I_STUB_LIBRARY) {
+        kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, gpu->cuda_library,
+                            "this libcuda is the stub that a CUDA toolkit has for linking, not a "
+                            "driver: a stubs folder is in the loader's search path, or the "
+                            "driver's own libcuda is not");
+        if (error) {
+            error->cuda_result = result;
+        }
+        return KMLA_ERROR_LIBRARY;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
 static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
     kmla_i_cuda* functions = &gpu->cuda;
     char* name = gpu->cuda_library;
     void* library = desc->cuda_handle;
-    int result, version = 0;
+    int version = 0;
     if (library) {
         kmla_i_text_join(name, sizeof gpu->cuda_library, "the caller's CUDA handle", "");
     } else {
@@ -3211,23 +3614,281 @@ static kmla_status kmla_i_cuda_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, km
         kmla_i_text_join(name, sizeof gpu->cuda_library, path, "");
         library = kmla_i_library_open(path);
     }
+    if (!library && desc->cuda_path) {
+        return kmla_i_fail_path(error, "cuda_path", name);
+    }
     if (!library) {
         return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name,
-                                   desc->cuda_path
-                                       ? "cuda_path cannot be opened"
-                                       : "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME);
+                                   "the CUDA driver was not found; tried " KMLA_I_CUDA_NAME
+                                   " in the loader's search path");
     }
     KMLA_I_CUDA_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
     if (functions->driver_version(&version) == 0) {
         gpu->driver_version = version;
     }
-    result = functions->init(0); // once a process; creates no context
-    return result ? kmla_i_fail_cuda(gpu, error, "cuInit", result) : KMLA_OK;
+    return kmla_i_cuda_init(gpu, error);
 }
 
+// -----------------------------------------------------------------------------
+// Libraries: NVRTC
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_NVRTC
+
+// The first line of a log that speaks of an error, else its first line.
+static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
+    const char* start = strstr(log, "error");
+    size_t length;
+    if (!start) {
+        start = log;
+    }
+    while (start > log && start[-1] != '\n') {
+        --start;
+    }
+    length = strcspn(start, "\n");
+    if (length >= room) {
+        length = room - 1;
+    }
+    memcpy(line, start, length);
+    line[length] = 0;
+}
+
+static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                     kmla_status status, int result, const char* message) {
+    kmla_i_fail_library(error, status, nvrtc->library, message);
+    if (error) {
+        error->nvrtc_result = result;
+        error->nvrtc_version = nvrtc->release;
+    }
+    return status;
+}
+
+static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
+                                          kmla_status status, const char* call, int result) {
+    char message[256];
+    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
+             result);
+    return kmla_i_fail_nvrtc(nvrtc, error, status, result, message);
+}
+
+// The names of NVRTC and the first release of CUDA that has them; 0 is any. Newest first.
+typedef struct kmla_i_nvrtc_name {
+    const char* name;
+    int32_t release;
+} kmla_i_nvrtc_name;
+
+static const kmla_i_nvrtc_name kmla_i_nvrtc_names[] = {
+#if defined(_WIN32)
+    {"nvrtc64_130_0.dll", 13000}, {"nvrtc64_120_0.dll", 12000}, {"nvrtc64_112_0.dll", 11020}
+#else
+    {"libnvrtc.so.13", 13000},   {"libnvrtc.so.12", 12000},
+    {"libnvrtc.so.11.2", 11020}, {"libnvrtc.so", 0},
+#endif
+};
+
+// Where NVRTC is looked for after the loader's own folders: below these roots.
+typedef struct kmla_i_nvrtc_place {
+    const char* variable; // of the environment, NULL: below is the whole path
+    const char* below;
+} kmla_i_nvrtc_place;
+
+static const kmla_i_nvrtc_place kmla_i_nvrtc_places[] = {
+#if defined(_WIN32)
+    {"CUDA_PATH", "\\bin\\x64\\"}, {"CUDA_PATH", "\\bin\\"},
+    {"CUDA_HOME", "\\bin\\x64\\"}, {"CUDA_HOME", "\\bin\\"},
+#else
+    {"CUDA_PATH", "/lib64/"}, {"CUDA_PATH", "/lib/"}, // lib64: toolkits; lib: pip wheels
+    {"CUDA_HOME", "/lib64/"}, {"CUDA_HOME", "/lib/"},
+    {NULL, "/usr/local/cuda/lib64/"},
+#endif
+};
+
+#define KMLA_I_FOLDER_BYTES 1000
+
+// The folder of a place with its last slash, "" if its variable is not set or far too long.
+static void kmla_i_nvrtc_folder(const kmla_i_nvrtc_place* place, char* folder) {
+    const char* root = place->variable ? getenv(place->variable) : "";
+    folder[0] = 0;
+    if (root && (root[0] || !place->variable) &&
+        strlen(root) + strlen(place->below) < KMLA_I_FOLDER_BYTES) {
+        kmla_i_text_join(folder, KMLA_I_FOLDER_BYTES, root, place->below);
+    }
+}
+
+// Opens the first of NVRTC's names in a folder ("" is the loader's own). `newer` 0 takes releases
+// that the driver's CUDA has too (all, if that is not known), 1 the others.
+static void* kmla_i_nvrtc_open_in(const char* folder, int newer, int32_t driver_version,
+                                  char* name, size_t room) {
+    char path[KMLA_I_FOLDER_BYTES + 24]; // the longest name has 17
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        int is_newer = driver_version && kmla_i_nvrtc_names[i].release > driver_version;
+        if (is_newer == newer) {
+            kmla_i_text_join(path, sizeof path, folder, kmla_i_nvrtc_names[i].name);
+            kmla_i_text_join(name, room, path, "");
+            library = kmla_i_library_open(path);
+        }
+    }
+    return library;
+}
+
+// A library that the process has, from wherever it came.
+static void* kmla_i_library_loaded(const char* name) {
+#if defined(_WIN32)
+    return (void*)GetModuleHandleA(name);
+#elif defined(RTLD_NOLOAD)
+    return dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+#else
+    (void)name;
+    return NULL;
+#endif
+}
+
+static void* kmla_i_nvrtc_loaded(char* name, size_t room) {
+    void* library = NULL;
+    int32_t i;
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names) && !library; ++i) {
+        kmla_i_text_join(name, room, kmla_i_nvrtc_names[i].name, "");
+        library = kmla_i_library_loaded(name);
+    }
+    return library;
+}
+
+static void* kmla_i_nvrtc_search(int32_t driver_version, char* name, size_t room) {
+    void* library = kmla_i_nvrtc_loaded(name, room);
+    int newer;
+    int32_t i;
+    for (newer = 0; newer < 2 && !library; ++newer) {
+        library = kmla_i_nvrtc_open_in("", newer, driver_version, name, room);
+        for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places) && !library; ++i) {
+            char folder[KMLA_I_FOLDER_BYTES];
+            kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+            if (folder[0]) {
+                library = kmla_i_nvrtc_open_in(folder, newer, driver_version, name, room);
+            }
+        }
+    }
+    return library;
+}
+
+// Every name and every folder that kmla_i_nvrtc_search tries.
+static kmla_status kmla_i_nvrtc_not_found(kmla_error* error) {
+    char message[sizeof error->message] = "";
+    kmla_i_text text = {message, sizeof message, 0};
+    int32_t i;
+    kmla_i_text_add(&text, "NVRTC was not found; tried");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_names); ++i) {
+        kmla_i_text_add(&text, i ? ", " : " ");
+        kmla_i_text_add(&text, kmla_i_nvrtc_names[i].name);
+    }
+    kmla_i_text_add(&text, " in the loader's search path");
+    for (i = 0; i < KMLA_I_COUNT(kmla_i_nvrtc_places); ++i) {
+        char folder[KMLA_I_FOLDER_BYTES];
+        kmla_i_nvrtc_folder(&kmla_i_nvrtc_places[i], folder);
+        if (folder[0]) {
+            kmla_i_text_add(&text, ", ");
+            kmla_i_text_add(&text, folder);
+        }
+    }
+    return kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
+}
+
+// Gives the log to the caller, and a refusal's first line to the error.
+static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
+                                     const char* options, const kmla_log* log,
+                                     kmla_error* error) {
+    size_t bytes = 0;
+    char* text = NULL;
+    char line[320];
+    char message[sizeof error->message];
+    const char* call = "nvrtcGetProgramLogSize";
+    int result = nvrtc->log_bytes(program, &bytes);
+    if (result == 0 && bytes > 1) {
+        text = (char*)KMLA_MALLOC(bytes);
+        if (!text) {
+            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
+        }
+        call = "nvrtcGetProgramLog";
+        result = nvrtc->log(program, text);
+    }
+    if (result == 0 && text && log && log->write) {
+        log->write(log->user, text);
+    }
+    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
+    KMLA_FREE(text);
+    if (compile_result == 0) {
+        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, call, result)
+                      : KMLA_OK;
+    }
+    snprintf(message, sizeof message, "nvrtcCompileProgram of NVRTC %d.%d failed: %s: %s%s%s",
+             nvrtc->release / 1000, nvrtc->release % 1000 / 10,
+             nvrtc->error_string(compile_result), line, options[0] ? "; options " : "", options);
+    return kmla_i_fail_nvrtc(nvrtc, error,
+                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
+                                                                            : KMLA_ERROR_COMPILE,
+                             compile_result, message);
+}
+
+// NVRTC looks for its second library, the builtins, when it first compiles. A text that it must
+// refuse has it do so now.
+static kmla_status kmla_i_check_builtins(const kmla_i_nvrtc* nvrtc, kmla_error* error) {
+    void* program = NULL;
+    kmla_status status = KMLA_OK;
+    int result = nvrtc->create(&program, "#error", "builtins.cu", 0, NULL, NULL);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_LIBRARY, "nvrtcCreateProgram",
+                                      result);
+    }
+    result = nvrtc->compile(program, 0, NULL);
+    if (result == KMLA_I_NVRTC_BUILTINS_FAILED) {
+        status = kmla_i_report_log(nvrtc, program, result, "", NULL, error);
+    }
+    nvrtc->destroy(&program);
+    return status;
+}
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    kmla_i_nvrtc* functions = &gpu->nvrtc;
+    char* name = functions->library;
+    int major = 0, minor = 0, result;
+    void* library = desc->nvrtc_handle;
+    if (library) {
+        kmla_i_text_join(name, sizeof functions->library, "the caller's NVRTC handle", "");
+    } else if (desc->nvrtc_path) {
+        kmla_i_text_join(name, sizeof functions->library, desc->nvrtc_path, "");
+        library = kmla_i_library_open(desc->nvrtc_path);
+    } else {
+        library =
+            kmla_i_nvrtc_search(gpu->driver_version, name, sizeof functions->library);
+    }
+    if (!library) {
+        return desc->nvrtc_path ? kmla_i_fail_path(error, "nvrtc_path", name)
+                                : kmla_i_nvrtc_not_found(error);
+    }
+    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
+    result = functions->version(&major, &minor);
+    if (result != 0) {
+        return kmla_i_fail_nvrtc_call(functions, error, KMLA_ERROR_LIBRARY, "nvrtcVersion", result);
+    }
+    functions->release = major * 1000 + minor * 10;
+    return kmla_i_check_builtins(functions, error);
+}
+
+#else // KIMI_MLA_NO_NVRTC
+
+static kmla_status kmla_i_nvrtc_open(const kmla_gpu_desc* desc, kmla_gpu* gpu, kmla_error* error) {
+    (void)desc, (void)gpu, (void)error;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_NVRTC
+
+// -----------------------------------------------------------------------------
+// Open
+// -----------------------------------------------------------------------------
+
 KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, kmla_error* error) {
-    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0};
-    size_t path_bytes;
+    static const kmla_gpu_desc defaults = {NULL, NULL, NULL, NULL, 0, 0, {NULL, NULL, NULL}};
     kmla_gpu* opened;
     kmla_status status = KMLA_OK;
     if (!gpu) {
@@ -3236,21 +3897,22 @@ KMLA_API kmla_status kmla_gpu_open(const kmla_gpu_desc* desc, kmla_gpu** gpu, km
     if (!desc) {
         desc = &defaults;
     }
-    path_bytes = desc->nvrtc_path ? strlen(desc->nvrtc_path) + 1 : 0;
-    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened + path_bytes);
+    if (!desc->cache.load != !desc->cache.store) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "cache.load and cache.store go together");
+    }
+    opened = (kmla_gpu*)KMLA_MALLOC(sizeof *opened);
     if (!opened) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the GPU object");
     }
     memset(opened, 0, sizeof *opened);
     opened->without_cuda = desc->without_cuda;
     opened->without_nvrtc = desc->without_nvrtc;
-    opened->nvrtc_handle = desc->nvrtc_handle;
-    if (desc->nvrtc_path) {
-        opened->nvrtc_path = (char*)(opened + 1);
-        memcpy(opened->nvrtc_path, desc->nvrtc_path, path_bytes);
-    }
+    opened->cache = desc->cache;
     if (!desc->without_cuda) {
         status = kmla_i_cuda_open(desc, opened, error);
+    }
+    if (status == KMLA_OK && !desc->without_nvrtc) {
+        status = kmla_i_nvrtc_open(desc, opened, error);
     }
     if (status != KMLA_OK) {
         KMLA_FREE(opened);
@@ -3288,8 +3950,19 @@ static kmla_status kmla_i_current_context(const kmla_gpu* gpu, void** context, k
     return KMLA_OK;
 }
 
-static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* device,
-                                            kmla_error* error) {
+// A green context has some of the card's SMs. If the driver does not say, the card's count stays.
+static void kmla_i_count_multiprocessors(const kmla_gpu* gpu, void* context, int32_t* count) {
+    kmla_i_resource resource;
+    memset(&resource, 0, sizeof resource);
+    if (gpu->cuda.context_resource && // else the driver is older than 12.4: no green contexts
+        gpu->cuda.context_resource(context, &resource, KMLA_I_RESOURCE_SM) == 0 &&
+        resource.multiprocessors > 0) {
+        *count = (int32_t)resource.multiprocessors;
+    }
+}
+
+static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, void* context,
+                                            kmla_device* device, kmla_error* error) {
     static const int attributes[] = {KMLA_I_DEVICE_COMPUTE_MAJOR, KMLA_I_DEVICE_COMPUTE_MINOR,
                                      KMLA_I_DEVICE_MULTIPROCESSORS, KMLA_I_DEVICE_SHARED_BYTES,
                                      KMLA_I_DEVICE_SHARED_BYTES_SM}; // in kmla_device's order
@@ -3308,6 +3981,7 @@ static kmla_status kmla_i_device_of_context(const kmla_gpu* gpu, kmla_device* de
     device->compute_major = values[0];
     device->compute_minor = values[1];
     device->multiprocessors = values[2];
+    kmla_i_count_multiprocessors(gpu, context, &device->multiprocessors);
     device->shared_bytes = values[3];
     device->shared_bytes_sm = values[4];
     return KMLA_OK;
@@ -3320,7 +3994,7 @@ KMLA_API kmla_status kmla_gpu_device(kmla_gpu* gpu, kmla_device* device, kmla_er
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "device is NULL");
     }
     status = kmla_i_current_context(gpu, &context, error);
-    return status == KMLA_OK ? kmla_i_device_of_context(gpu, device, error) : status;
+    return status == KMLA_OK ? kmla_i_device_of_context(gpu, context, device, error) : status;
 }
 
 // -----------------------------------------------------------------------------
@@ -3542,134 +4216,9 @@ static kmla_status kmla_i_check_plan_or_null(const kmla_plan* plan, kmla_error* 
 }
 
 // -----------------------------------------------------------------------------
-// NVRTC: find it, give it the device source, take its CUBIN
+// Compile: give NVRTC the device source, take its CUBIN
 // -----------------------------------------------------------------------------
 #ifndef KIMI_MLA_NO_NVRTC
-
-// The first line of a log that speaks of an error, else its first line.
-static void kmla_i_first_error_line(const char* log, char* line, size_t room) {
-    const char* start = strstr(log, "error");
-    size_t length;
-    if (!start) {
-        start = log;
-    }
-    while (start > log && start[-1] != '\n') {
-        --start;
-    }
-    length = strcspn(start, "\n");
-    if (length >= room) {
-        length = room - 1;
-    }
-    memcpy(line, start, length);
-    line[length] = 0;
-}
-
-static kmla_status kmla_i_fail_nvrtc(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                     kmla_status status, int result, const char* message) {
-    kmla_i_fail_library(error, status, nvrtc->library, message);
-    if (error) {
-        error->nvrtc_result = result;
-        error->nvrtc_version = nvrtc->release;
-    }
-    return status;
-}
-
-static kmla_status kmla_i_fail_nvrtc_call(const kmla_i_nvrtc* nvrtc, kmla_error* error,
-                                          const char* call, int result) {
-    char message[256];
-    snprintf(message, sizeof message, "%s failed: %s (%d)", call, nvrtc->error_string(result),
-             result);
-    return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_COMPILE, result, message);
-}
-
-// Folders that are looked through for NVRTC after the loader's own; "" for one that is not set.
-#define KMLA_I_NVRTC_FOLDER_COUNT 3
-static void kmla_i_nvrtc_folder(int index, char* folder, size_t room) {
-#if defined(_WIN32)
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"\\bin\\x64\\", "\\bin\\", "\\bin\\"};
-    const char* root = getenv(variables[index]);
-#else
-    static const char* const variables[] = {"CUDA_PATH", "CUDA_HOME"};
-    static const char* const below[] = {"/lib64/", "/lib64/", "/lib64/"};
-    const char* root = index < 2 ? getenv(variables[index]) : "/usr/local/cuda";
-#endif
-    folder[0] = 0;
-    if (root && root[0]) {
-        kmla_i_text_join(folder, room, root, below[index]);
-    }
-}
-
-// Opens a handle, else a path, else the names. Writes what it was opened by.
-static void* kmla_i_nvrtc_find(const kmla_gpu* gpu, char* name, size_t room, kmla_error* error) {
-    static const char* const names[] = KMLA_I_NVRTC_NAMES;
-    char message[sizeof error->message];
-    kmla_i_text text = {message, sizeof message, 0};
-    int folder, i;
-    void* library;
-    if (gpu->nvrtc_handle) {
-        kmla_i_text_join(name, room, "the caller's NVRTC handle", "");
-        return gpu->nvrtc_handle;
-    }
-    if (gpu->nvrtc_path) {
-        kmla_i_text_join(name, room, gpu->nvrtc_path, "");
-        library = kmla_i_library_open(gpu->nvrtc_path);
-        if (!library) {
-            kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, name, "nvrtc_path cannot be opened");
-        }
-        return library;
-    }
-    message[0] = 0;
-    kmla_i_text_add(&text, "NVRTC was not found; tried");
-    for (i = 0; names[i]; ++i) {
-        kmla_i_text_add(&text, i ? ", " : " ");
-        kmla_i_text_add(&text, names[i]);
-    }
-    kmla_i_text_add(&text, " in the loader's search path");
-    for (folder = -1; folder < KMLA_I_NVRTC_FOLDER_COUNT; ++folder) {
-        char path[256] = "";
-        if (folder >= 0) {
-            kmla_i_nvrtc_folder(folder, path, sizeof path);
-            if (!path[0]) {
-                continue;
-            }
-            kmla_i_text_add(&text, ", ");
-            kmla_i_text_add(&text, path);
-        }
-        for (i = 0; names[i]; ++i) {
-            kmla_i_text_join(name, room, path, names[i]);
-            library = kmla_i_library_open(name);
-            if (library) {
-                return library;
-            }
-        }
-    }
-    kmla_i_fail_library(error, KMLA_ERROR_LIBRARY, "libnvrtc", message);
-    return NULL;
-}
-
-// Every compile opens NVRTC for itself: the loader counts, and so no state is shared by threads.
-static kmla_status kmla_i_nvrtc_open(const kmla_gpu* gpu, kmla_i_nvrtc* functions,
-                                     kmla_error* error) {
-    char* name = functions->library;
-    int major = 0, minor = 0, result;
-    void* library;
-    if (gpu->without_nvrtc) {
-        return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
-                           "NVRTC is needed to compile, but the object was opened without_nvrtc");
-    }
-    library = kmla_i_nvrtc_find(gpu, name, sizeof functions->library, error);
-    if (!library) {
-        return KMLA_ERROR_LIBRARY;
-    }
-    KMLA_I_NVRTC_FUNCTIONS(KMLA_I_LOAD_SYMBOL)
-    result = functions->version(&major, &minor);
-    functions->release = major * 1000 + minor * 10;
-    if (result != 0) {
-        return kmla_i_fail_nvrtc_call(functions, error, "nvrtcVersion", result);
-    }
-    return KMLA_OK;
-}
 
 // Facts, the first file (it has the integer types), the argument structs, all other files.
 static void kmla_i_add_device_source(kmla_i_text* text) {
@@ -3724,11 +4273,14 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
     char message[sizeof error->message];
     kmla_i_text text = {message, sizeof message, 0};
     int result = nvrtc->architecture_count(&count);
-    if (result == 0 && count <= (int)(sizeof known / sizeof known[0])) {
-        result = nvrtc->architectures(known);
+    if (result != 0 || count > KMLA_I_COUNT(known)) {
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE,
+                                      "nvrtcGetNumSupportedArchs", result);
     }
+    result = nvrtc->architectures(known);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetSupportedArchs", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetSupportedArchs",
+                                      result);
     }
     if (kmla_i_architecture_suffix(plan) && nvrtc->release < KMLA_I_NVRTC_HOPPER) {
         snprintf(message, sizeof message,
@@ -3751,38 +4303,6 @@ static kmla_status kmla_i_check_architecture(const kmla_i_nvrtc* nvrtc, const km
         kmla_i_text_add(&text, name);
     }
     return kmla_i_fail_nvrtc(nvrtc, error, KMLA_ERROR_ARCHITECTURE, 0, message);
-}
-
-// Gives the log to the caller, and a refusal's first line to the error.
-static kmla_status kmla_i_report_log(const kmla_i_nvrtc* nvrtc, void* program, int compile_result,
-                                     const kmla_log* log, kmla_error* error) {
-    size_t bytes = 0;
-    char* text = NULL;
-    char line[512];
-    char message[sizeof error->message];
-    int result = nvrtc->log_bytes(program, &bytes);
-    if (result == 0 && bytes > 1) {
-        text = (char*)KMLA_MALLOC(bytes);
-        if (!text) {
-            return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for NVRTC's log");
-        }
-        result = nvrtc->log(program, text);
-    }
-    if (result == 0 && text && log && log->write) {
-        log->write(log->user, text);
-    }
-    kmla_i_first_error_line(result == 0 && text ? text : "no log", line, sizeof line);
-    KMLA_FREE(text);
-    if (compile_result == 0) {
-        return result ? kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetProgramLog", result)
-                      : KMLA_OK;
-    }
-    snprintf(message, sizeof message, "nvrtcCompileProgram failed: %s: %s",
-             nvrtc->error_string(compile_result), line);
-    return kmla_i_fail_nvrtc(nvrtc, error,
-                             compile_result == KMLA_I_NVRTC_BUILTINS_FAILED ? KMLA_ERROR_LIBRARY
-                                                                            : KMLA_ERROR_COMPILE,
-                             compile_result, message);
 }
 
 static void kmla_i_write_little(unsigned char** to, uint64_t value, int bytes) {
@@ -3817,7 +4337,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     unsigned char* data;
     int result = nvrtc->cubin_bytes(program, &bytes);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBINSize", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBINSize",
+                                      result);
     }
     data = (unsigned char*)KMLA_MALLOC(KMLA_I_IMAGE_HEAD_BYTES + bytes);
     if (!data) {
@@ -3826,7 +4347,8 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     result = nvrtc->cubin(program, (char*)data + KMLA_I_IMAGE_HEAD_BYTES);
     if (result != 0) {
         KMLA_FREE(data);
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcGetCUBIN", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcGetCUBIN",
+                                      result);
     }
     head.cubin_bytes = bytes;
     kmla_i_write_image_head(&head, data, KMLA_I_IMAGE_HEAD_BYTES + bytes);
@@ -3838,46 +4360,73 @@ static kmla_status kmla_i_take_cubin(const kmla_i_nvrtc* nvrtc, void* program,
     return KMLA_OK;
 }
 
-// Compiles source text for one architecture. The options are the whole difference of variants.
-static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
-                                       const kmla_plan* plan, const kmla_device* device,
-                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
-    char architecture[48], kv_format[48], tile[48], resident[48], stages[48], shared[48];
-    const char* options[12];
-    int hopper = plan && plan->reader == KMLA_READER_HOPPER;
-    int count = 0, result;
-    void* program = NULL;
-    kmla_status status;
+// What a compile is told. The options are the whole difference of variants.
+typedef struct kmla_i_options {
+    char text[10][48];
+    const char* list[11]; // of text; one more for what only changes the log
+    int count;
+} kmla_i_options;
+
+static void kmla_i_add_option(kmla_i_options* options, const char* text) {
+    char* kept = options->text[options->count];
+    kmla_i_text_join(kept, sizeof options->text[0], text, "");
+    options->list[options->count++] = kept;
+}
+
+static void kmla_i_add_define(kmla_i_options* options, const char* name, int32_t value) {
+    char text[48];
+    snprintf(text, sizeof text, "-D%s=%d", name, (int)value);
+    kmla_i_add_option(options, text);
+}
+
+static void kmla_i_compile_options(const kmla_plan* plan, const kmla_device* device,
+                                   kmla_i_options* options) {
+    char architecture[48];
+    options->count = 0;
     snprintf(architecture, sizeof architecture, "--gpu-architecture=sm_%d%d%s",
              (int)device->compute_major, (int)device->compute_minor,
              kmla_i_architecture_suffix(plan) ? "a" : "");
-    options[count++] = architecture;
-    options[count++] = "--std=c++17";
-    options[count++] = "--fmad=false"; // else what is fused, and so bits, would vary with the tile
-    if (log) {
-        options[count++] = "--ptxas-options=-v"; // registers, spills and shared memory
-    }
+    kmla_i_add_option(options, architecture);
+    kmla_i_add_option(options, "--std=c++17");
+    // Else what is fused, and so bits, would vary with the tile.
+    kmla_i_add_option(options, "--fmad=false");
     if (plan) {
-        snprintf(kv_format, sizeof kv_format, "-DKMLA_KV_FORMAT=%d", (int)plan->shape.kv_format);
-        snprintf(tile, sizeof tile, "-DKMLA_TILE=%d", (int)plan->tile);
-        snprintf(resident, sizeof resident, "-DKMLA_RESIDENT=%d", (int)plan->resident);
-        snprintf(stages, sizeof stages, "-DKMLA_STAGES=%d", (int)plan->stages);
-        snprintf(shared, sizeof shared, "-DKMLA_SHARED_BYTES=%d", (int)plan->shared_bytes);
-        if (hopper) {
-            options[count++] = "-DKMLA_HOPPER";
+        if (plan->reader == KMLA_READER_HOPPER) {
+            kmla_i_add_option(options, "-DKMLA_HOPPER");
         }
-        options[count++] = kv_format;
-        options[count++] = tile;
-        options[count++] = resident;
-        options[count++] = stages;
-        options[count++] = shared;
+        kmla_i_add_define(options, "KMLA_KV_FORMAT", plan->shape.kv_format);
+        kmla_i_add_define(options, "KMLA_TILE", plan->tile);
+        kmla_i_add_define(options, "KMLA_RESIDENT", plan->resident);
+        kmla_i_add_define(options, "KMLA_STAGES", plan->stages);
+        kmla_i_add_define(options, "KMLA_SHARED_BYTES", plan->shared_bytes);
+    }
+}
+
+// Compiles source text for one architecture.
+static kmla_status kmla_i_compile_text(const kmla_i_nvrtc* nvrtc, const char* source,
+                                       const kmla_plan* plan, const kmla_device* device,
+                                       const kmla_log* log, kmla_image* image, kmla_error* error) {
+    kmla_i_options options;
+    char said[sizeof options.text] = "";
+    kmla_i_text text = {said, sizeof said, 0};
+    void* program = NULL;
+    kmla_status status;
+    int result, i;
+    kmla_i_compile_options(plan, device, &options);
+    if (log) {
+        options.list[options.count++] = "--ptxas-options=-v"; // registers, spills, shared memory
+    }
+    for (i = 0; i < options.count; ++i) {
+        kmla_i_text_add(&text, i ? " " : "");
+        kmla_i_text_add(&text, options.list[i]);
     }
     result = nvrtc->create(&program, source, "kimi_mla.cu", 0, NULL, NULL);
     if (result != 0) {
-        return kmla_i_fail_nvrtc_call(nvrtc, error, "nvrtcCreateProgram", result);
+        return kmla_i_fail_nvrtc_call(nvrtc, error, KMLA_ERROR_COMPILE, "nvrtcCreateProgram",
+                                      result);
     }
-    result = nvrtc->compile(program, count, options);
-    status = kmla_i_report_log(nvrtc, program, result, log, error);
+    result = nvrtc->compile(program, options.count, options.list);
+    status = kmla_i_report_log(nvrtc, program, result, said, log, error);
     if (status == KMLA_OK) {
         status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);
     }
@@ -3897,30 +4446,12 @@ static kmla_status kmla_i_check_reader_runs(const kmla_plan* plan, const kmla_de
     return KMLA_OK;
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    kmla_i_nvrtc nvrtc;
-    kmla_image made;
-    kmla_status status;
+static kmla_status kmla_i_compile(const kmla_gpu* gpu, const kmla_plan* plan,
+                                  const kmla_device* device, const kmla_log* log,
+                                  kmla_image* image, kmla_error* error) {
     size_t source_bytes = 0;
     char* source;
-    if (!gpu || !device || !image) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
-                           !gpu      ? "gpu"
-                           : !device ? "device"
-                                     : "image");
-    }
-    status = kmla_i_check_plan_or_null(plan, error);
-    if (status == KMLA_OK) {
-        status = kmla_i_check_reader_runs(plan, device, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_nvrtc_open(gpu, &nvrtc, error);
-    }
-    if (status == KMLA_OK) {
-        status = kmla_i_check_architecture(&nvrtc, plan, device, error);
-    }
+    kmla_status status = kmla_i_check_architecture(&gpu->nvrtc, plan, device, error);
     if (status != KMLA_OK) {
         return status;
     }
@@ -3929,14 +4460,86 @@ KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
     if (!source) {
         return kmla_i_fail(error, KMLA_ERROR_MEMORY, "no memory for the device source");
     }
-    memset(&made, 0, sizeof made);
     status = kmla_device_source(source, &source_bytes, error);
     if (status == KMLA_OK) {
-        status = kmla_i_compile_text(&nvrtc, source, plan, device, log, &made, error);
+        status = kmla_i_compile_text(&gpu->nvrtc, source, plan, device, log, image, error);
     }
     KMLA_FREE(source);
-    if (status == KMLA_OK) {
-        *image = made;
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of images: the caller's two functions, or the files further down
+// -----------------------------------------------------------------------------
+
+#define KMLA_I_MOST_IMAGE_BYTES ((size_t)1 << 28) // more is no image but a fault
+
+// What decides about an image's bytes, hashed: version, source, NVRTC, and the options with the
+// architecture. Architecture and variant come first in clear, for who looks at a list of keys.
+static void kmla_i_cache_key(const kmla_i_image_head* head, int32_t nvrtc_release,
+                             const kmla_i_options* options, char* key) {
+    char facts[64];
+    uint64_t hash;
+    int i;
+    snprintf(facts, sizeof facts, "%d %016llx %d", (int)head->version,
+             (unsigned long long)head->source_hash, (int)nvrtc_release);
+    hash = kmla_i_hash(KMLA_I_HASH_START, facts, strlen(facts) + 1);
+    for (i = 0; i < options->count; ++i) { // each with its final 0
+        hash = kmla_i_hash(hash, options->list[i], strlen(options->list[i]) + 1);
+    }
+    snprintf(key, KMLA_CACHE_KEY_BYTES, "sm_%d%d%s-%d-%016llx", (int)head->compute_major,
+             (int)head->compute_minor, head->suffix ? "a" : "", (int)head->variant,
+             (unsigned long long)hash);
+}
+
+// 1 and an image of the plan for this device, or 0: nothing is there, or nothing that is right.
+static int kmla_i_cache_load(const kmla_cache* cache, const char* key, const kmla_plan* plan,
+                             const kmla_device* device, kmla_image* image) {
+    size_t bytes = cache->load ? cache->load(cache->user, key, NULL, 0) : 0;
+    kmla_image loaded;
+    memset(&loaded, 0, sizeof loaded);
+    if (bytes == 0 || bytes > KMLA_I_MOST_IMAGE_BYTES) {
+        return 0;
+    }
+    loaded.data = KMLA_MALLOC(bytes);
+    loaded.bytes = bytes;
+    if (!loaded.data || cache->load(cache->user, key, loaded.data, bytes) != bytes ||
+        kmla_i_check_image(&loaded, plan, device, NULL) != KMLA_OK) {
+        kmla_image_free(&loaded);
+        return 0;
+    }
+    kmla_image_open(loaded.data, bytes, image, NULL);
+    image->borrowed = 0;
+    return 1;
+}
+
+// Takes an image from the cache if it may and can, else compiles it and has the cache keep it.
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    kmla_status status = kmla_i_check_reader_runs(plan, device, error);
+    char key[KMLA_CACHE_KEY_BYTES];
+    *loaded = 0;
+    if (status == KMLA_OK && gpu->without_nvrtc) {
+        status = kmla_i_fail(error, KMLA_ERROR_LIBRARY,
+                             "NVRTC is needed to compile, but the object was opened "
+                             "without_nvrtc");
+    }
+    if (status != KMLA_OK) {
+        return status;
+    }
+    if (gpu->cache.load) {
+        const kmla_i_image_head head = kmla_i_image_head_of(plan, device);
+        kmla_i_options options;
+        kmla_i_compile_options(plan, device, &options);
+        kmla_i_cache_key(&head, gpu->nvrtc.release, &options, key);
+        *loaded = may_load && kmla_i_cache_load(&gpu->cache, key, plan, device, image);
+    }
+    if (!*loaded) {
+        status = kmla_i_compile(gpu, plan, device, log, image, error);
+        if (status == KMLA_OK && gpu->cache.store) {
+            gpu->cache.store(gpu->cache.user, key, image->data, image->bytes);
+        }
     }
     return status;
 }
@@ -3949,16 +4552,215 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
                        "the device source was left out by KIMI_MLA_NO_NVRTC");
 }
 
-KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_log* log,
-                                      kmla_image* image, kmla_error* error) {
-    (void)gpu, (void)plan, (void)device, (void)log, (void)image;
+static kmla_status kmla_i_make_image(const kmla_gpu* gpu, const kmla_plan* plan,
+                                     const kmla_device* device, const kmla_log* log, int may_load,
+                                     kmla_image* image, int* loaded, kmla_error* error) {
+    (void)gpu, (void)plan, (void)device, (void)log, (void)may_load, (void)image;
+    *loaded = 0;
     return kmla_i_fail(error, KMLA_ERROR_LIBRARY,
                        "compiling was left out by KIMI_MLA_NO_NVRTC: kmla_gpu_prepare needs images "
                        "that tools/kmla made");
 }
 
 #endif // KIMI_MLA_NO_NVRTC
+
+KMLA_API kmla_status kmla_gpu_compile(kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_log* log,
+                                      kmla_image* image, kmla_error* error) {
+    kmla_image made;
+    kmla_status status;
+    int loaded;
+    if (!gpu || !device || !image) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           !gpu      ? "gpu"
+                           : !device ? "device"
+                                     : "image");
+    }
+    memset(&made, 0, sizeof made);
+    status = kmla_i_check_plan_or_null(plan, error);
+    if (status == KMLA_OK) {
+        status = kmla_i_make_image(gpu, plan, device, log, !log, &made, &loaded, error);
+    }
+    if (status == KMLA_OK) {
+        *image = made;
+    }
+    return status;
+}
+
+// -----------------------------------------------------------------------------
+// Cache of files
+// -----------------------------------------------------------------------------
+#ifndef KIMI_MLA_NO_FILES
+
+// The few calls that systems name differently. A file is its number, -1 is none.
+#include <fcntl.h>
+#include <sys/stat.h>
+#if defined(_WIN32)
+#include <direct.h>
+#include <io.h>
+#include <process.h>
+
+#define KMLA_I_FILE_READ (_O_RDONLY | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_CREATE (_O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT)
+#define KMLA_I_FILE_MODE (_S_IREAD | _S_IWRITE)
+#define KMLA_I_IS_FILE(mode) (((mode) & _S_IFMT) == _S_IFREG)
+#define KMLA_I_IS_FOLDER(mode) (((mode) & _S_IFMT) == _S_IFDIR)
+#define KMLA_I_COUNT_TYPE unsigned int // of read and write
+#define kmla_i_open _open
+#define kmla_i_read _read
+#define kmla_i_write _write
+#define kmla_i_close _close
+#define kmla_i_process _getpid
+
+static void kmla_i_make_folder(const char* path) { (void)_mkdir(path); }
+static int kmla_i_to_disk(int file) { return _commit(file) == 0; }
+static int kmla_i_replace(const char* from, const char* to) {
+    return MoveFileExA(from, to, 1) != 0; // 1: in the place of an older one
+}
+static int kmla_i_others_may_write(const struct stat* folder) {
+    (void)folder; // access lists say who may write, not these bits
+    return 0;
+}
+#else
+#include <unistd.h>
+
+#ifdef O_CLOEXEC // not in strict C99
+#define KMLA_I_FILE_FLAGS O_CLOEXEC
+#else
+#define KMLA_I_FILE_FLAGS 0
+#endif
+#define KMLA_I_FILE_READ (O_RDONLY | O_NONBLOCK | KMLA_I_FILE_FLAGS) // not to wait for a pipe
+#define KMLA_I_FILE_CREATE (O_WRONLY | O_CREAT | O_EXCL | O_SYNC | KMLA_I_FILE_FLAGS)
+#define KMLA_I_FILE_MODE 0600
+#define KMLA_I_IS_FILE(mode) S_ISREG(mode)
+#define KMLA_I_IS_FOLDER(mode) S_ISDIR(mode)
+#define KMLA_I_COUNT_TYPE size_t
+#define kmla_i_open open
+#define kmla_i_read read
+#define kmla_i_write write
+#define kmla_i_close close
+#define kmla_i_process getpid
+
+static void kmla_i_make_folder(const char* path) { (void)mkdir(path, 0700); }
+static int kmla_i_to_disk(int file) {
+    (void)file; // every write was followed by fsync: O_SYNC, as strict C99 has no fsync
+    return 1;
+}
+static int kmla_i_replace(const char* from, const char* to) { return rename(from, to) == 0; }
+static int kmla_i_others_may_write(const struct stat* folder) {
+    return (folder->st_uid != geteuid() && folder->st_uid != 0) || (folder->st_mode & 022) != 0;
+}
+#endif
+
+#define KMLA_I_PATH_BYTES 1024
+#define KMLA_I_FILE_ENDING_BYTES 48 // ".<process>.<number>.tmp" is shorter
+#define KMLA_I_FILE_NAMES 64        // so many threads of a process may write one entry
+
+static void kmla_i_file_path(const char* directory, const char* key, const char* ending,
+                             char* path) {
+    snprintf(path, KMLA_I_PATH_BYTES, "%s/%s%s", directory, key, ending);
+}
+
+static int kmla_i_file_take(int file, void* data, size_t bytes) {
+    char* to = (char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_read(file, to, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        to += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static int kmla_i_file_put(int file, const void* data, size_t bytes) {
+    const char* from = (const char*)data;
+    while (bytes > 0) {
+        const long count = (long)kmla_i_write(file, from, (KMLA_I_COUNT_TYPE)bytes);
+        if (count <= 0) {
+            return 0;
+        }
+        from += count;
+        bytes -= (size_t)count;
+    }
+    return 1;
+}
+
+static size_t kmla_i_files_load(void* user, const char* key, void* data, size_t room) {
+    char path[KMLA_I_PATH_BYTES];
+    struct stat facts;
+    size_t bytes = 0;
+    int file;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    file = kmla_i_open(path, KMLA_I_FILE_READ);
+    if (file < 0) {
+        return 0;
+    }
+    if (fstat(file, &facts) == 0 && KMLA_I_IS_FILE(facts.st_mode) && facts.st_size > 0) {
+        bytes = (size_t)facts.st_size;
+    }
+    if (data && bytes <= room && !kmla_i_file_take(file, data, bytes)) {
+        bytes = 0;
+    }
+    kmla_i_close(file);
+    return bytes;
+}
+
+// Nobody sees half an entry: it is written under a name of its own and renamed when it is on disk.
+static void kmla_i_files_store(void* user, const char* key, const void* data, size_t bytes) {
+    char path[KMLA_I_PATH_BYTES], temporary[KMLA_I_PATH_BYTES], ending[KMLA_I_FILE_ENDING_BYTES];
+    int file = -1, number, whole;
+    for (number = 0; file < 0 && number < KMLA_I_FILE_NAMES; ++number) {
+        snprintf(ending, sizeof ending, ".%ld.%d.tmp", (long)kmla_i_process(), number);
+        kmla_i_file_path((const char*)user, key, ending, temporary);
+        file = kmla_i_open(temporary, KMLA_I_FILE_CREATE, KMLA_I_FILE_MODE);
+    }
+    if (file < 0) {
+        return;
+    }
+    whole = kmla_i_file_put(file, data, bytes) && kmla_i_to_disk(file);
+    whole = kmla_i_close(file) == 0 && whole;
+    kmla_i_file_path((const char*)user, key, ".kmla", path);
+    if (!whole || !kmla_i_replace(temporary, path)) {
+        remove(temporary);
+    }
+}
+
+KMLA_API kmla_status kmla_cache_files(const char* directory, kmla_cache* cache,
+                                      kmla_error* error) {
+    const size_t most = KMLA_I_PATH_BYTES - KMLA_CACHE_KEY_BYTES - KMLA_I_FILE_ENDING_BYTES;
+    struct stat facts;
+    if (!directory || !cache) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "%s is NULL",
+                           directory ? "cache" : "directory");
+    }
+    if (!directory[0] || strlen(directory) > most) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory has %llu bytes; a cache takes 1 to %llu",
+                           (unsigned long long)strlen(directory), (unsigned long long)most);
+    }
+    kmla_i_make_folder(directory); // if it cannot, the next line finds nothing
+    if (stat(directory, &facts) != 0) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s does not exist and cannot be made", directory);
+    }
+    if (!KMLA_I_IS_FOLDER(facts.st_mode)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "directory %s is none", directory);
+    }
+    if (kmla_i_others_may_write(&facts)) {
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "directory %s is another user's or may be written by others, who could "
+                           "put kernels there",
+                           directory);
+    }
+    cache->load = kmla_i_files_load;
+    cache->store = kmla_i_files_store;
+    cache->user = (void*)directory;
+    return KMLA_OK;
+}
+
+#endif // KIMI_MLA_NO_FILES
 
 // -----------------------------------------------------------------------------
 // Prepare and close
@@ -3989,7 +4791,9 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
         result = gpu->cuda.function_attribute(&registers, KMLA_I_FUNCTION_REGISTERS, *function);
     }
     if (result != 0) {
-        return kmla_i_fail_cuda(gpu, error, "cuFuncLoad", result);
+        return kmla_i_fail_cuda(gpu, error,
+                                gpu->cuda.function_load ? "cuFuncLoad" : "cuFuncGetAttribute",
+                                result);
     }
     if (shared_bytes > 0) {
         result = gpu->cuda.function_set(*function, KMLA_I_FUNCTION_DYNAMIC_SHARED, shared_bytes);
@@ -4000,28 +4804,54 @@ static kmla_status kmla_i_load_function(const kmla_gpu* gpu, void* module, const
     return KMLA_OK;
 }
 
-// Loads the image, or the one that it compiles if there is none.
-static kmla_status kmla_i_load_module(kmla_gpu* gpu, const kmla_plan* plan,
-                                      const kmla_device* device, const kmla_image* image,
-                                      void** module, kmla_error* error) {
+// A module, not a cuLibrary: an object belongs to one context anyway, and the kernels of a library
+// would be loaded into it by their first launch, which may be in a capture.
+static kmla_status kmla_i_load_image(const kmla_gpu* gpu, const kmla_image* image, void** module,
+                                     kmla_error* error) {
+    int result = gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
+    if (result == 0) {
+        return KMLA_OK;
+    }
+    kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
+    if (error && gpu->nvrtc.release / 1000 > gpu->driver_version / 1000 && gpu->driver_version) {
+        kmla_i_text text = {error->message, sizeof error->message, strlen(error->message)};
+        kmla_i_text_add(&text, "; NVRTC is of a later CUDA than the driver");
+    }
+    if (error) {
+        error->nvrtc_version = gpu->nvrtc.release;
+    }
+    return KMLA_ERROR_CUDA;
+}
+
+// Makes an image and loads it; one of the cache's, only if `may_load`.
+static kmla_status kmla_i_make_and_load(const kmla_gpu* gpu, const kmla_plan* plan,
+                                        const kmla_device* device, int may_load, int* loaded,
+                                        void** module, kmla_error* error) {
     kmla_image made;
     kmla_status status;
-    int result;
     memset(&made, 0, sizeof made);
-    if (image) {
-        status = kmla_i_check_image(image, plan, device, error);
-    } else {
-        status = kmla_gpu_compile(gpu, plan, device, NULL, &made, error);
-        image = &made;
-    }
+    status = kmla_i_make_image(gpu, plan, device, NULL, may_load, &made, loaded, error);
     if (status == KMLA_OK) {
-        result =
-            gpu->cuda.module_load(module, (const char*)image->data + KMLA_I_IMAGE_HEAD_BYTES);
-        if (result != 0) {
-            status = kmla_i_fail_cuda(gpu, error, "cuModuleLoadData", result);
-        }
+        status = kmla_i_load_image(gpu, &made, module, error);
     }
     kmla_image_free(&made);
+    return status;
+}
+
+// Loads the image, or the one that it makes if there is none.
+static kmla_status kmla_i_load_module(const kmla_gpu* gpu, const kmla_plan* plan,
+                                      const kmla_device* device, const kmla_image* image,
+                                      void** module, kmla_error* error) {
+    kmla_status status;
+    int loaded;
+    if (image) {
+        status = kmla_i_check_image(image, plan, device, error);
+        return status == KMLA_OK ? kmla_i_load_image(gpu, image, module, error) : status;
+    }
+    status = kmla_i_make_and_load(gpu, plan, device, 1, &loaded, module, error);
+    if (status != KMLA_OK && loaded) { // the driver refuses what the cache has: rebuild it
+        status = kmla_i_make_and_load(gpu, plan, device, 0, &loaded, module, error);
+    }
     return status;
 }
 
@@ -4088,13 +4918,23 @@ static kmla_status kmla_i_load_reader(kmla_gpu* gpu, const kmla_plan* plan,
 KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, const kmla_image* image,
                                       kmla_error* error) {
     void* context;
+    unsigned long long context_id = 0;
     kmla_device device;
     kmla_status status = kmla_i_check_plan_or_null(plan, error);
     if (status == KMLA_OK) {
         status = kmla_i_current_context(gpu, &context, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_device_of_context(gpu, &device, error);
+        status = kmla_i_device_of_context(gpu, context, &device, error);
+    }
+    if (status == KMLA_OK && gpu->cuda.context_id) {
+        int result = gpu->cuda.context_id(context, &context_id);
+        status = result ? kmla_i_fail_cuda(gpu, error, "cuCtxGetId", result) : KMLA_OK;
+    }
+    if (status == KMLA_OK && gpu->context && context_id != gpu->context_id) {
+        status = kmla_i_fail(error, KMLA_ERROR_CONTEXT,
+                             "the context that the kernels were prepared in is gone; the current "
+                             "one only has its address");
     }
     if (status == KMLA_OK && !gpu->support.module) {
         status = kmla_i_load_support(gpu, &device, plan ? NULL : image, error);
@@ -4105,9 +4945,7 @@ KMLA_API kmla_status kmla_gpu_prepare(kmla_gpu* gpu, const kmla_plan* plan, cons
     if (!gpu->context) { // from now on the object belongs to this context
         gpu->device = device;
         gpu->context = context;
-        if (gpu->cuda.context_id) {
-            gpu->cuda.context_id(context, &gpu->context_id);
-        }
+        gpu->context_id = context_id;
     }
     if (plan && !kmla_i_find_reader(gpu, kmla_plan_variant(plan))) {
         status = kmla_i_load_reader(gpu, plan, &device, image, error);
@@ -4307,12 +5145,16 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
                               shape->ragged ? (size_t)shape->requests + 1 : 0};
     int32_t* copies[3]; // table, lengths, row offsets: one after the other in one allocation
     kmla_status status = KMLA_OK;
+    const char* call = "cuMemcpyDtoHAsync";
     int result, capturing = 0, i;
 
     result = gpu->cuda.stream_capturing(stream, &capturing);
     if (capturing || result == KMLA_I_CAPTURE_IMPLICIT) {
         return kmla_i_fail(error, KMLA_ERROR_CAPTURE,
                            "check_pages synchronises, and the stream is being captured");
+    }
+    if (result != 0) {
+        return kmla_i_fail_cuda(gpu, error, "cuStreamIsCapturing", result);
     }
     copies[0] = (int32_t*)KMLA_MALLOC((counts[0] + counts[1] + counts[2]) * sizeof(int32_t));
     if (!copies[0]) {
@@ -4327,10 +5169,11 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
         }
     }
     if (result == 0) {
+        call = "cuStreamSynchronize";
         result = gpu->cuda.stream_synchronize(stream);
     }
     if (result != 0) {
-        status = kmla_i_fail_cuda(gpu, error, "reading the tables for check_pages", result);
+        status = kmla_i_fail_cuda(gpu, error, call, result);
     } else {
         status = kmla_check_pages(plan, args, copies[0], copies[1],
                                   shape->ragged ? copies[2] : NULL, error);
@@ -4426,6 +5269,7 @@ KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, v
     out.heads = dense.heads;
     out.part_type = dense.part_type;
     out.out_type = dense.out_type;
+    out.share = dense.share;
     shape.grid_x = (uint32_t)dense.heads;
     shape.grid_y = (uint32_t)dense.rows;
     return kmla_i_launch(gpu, gpu->support.combine, &shape, &out, stream, error);
@@ -5111,15 +5955,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                               : KMLA_I_PITCH_BF16;\n"
      "constexpr int kStages = KMLA_STAGES;\n"
      "constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM\n"
-     "constexpr bool kWide = kHopper && kTile >= KMLA_I_HOPPER_WIDE_TILE; // as the host's plan.threads\n"
-     "constexpr int kThreads = kHopper && !kWide \? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS;\n"
-     "constexpr int kWarps = kThreads / 32;\n"
+     "constexpr int kWarps = (kHopper \? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;\n"
      "constexpr int kStep = kHopper \? KMLA_I_HOPPER_STEP_TOKENS\n"
      "                      : kBf16 \? KMLA_I_STEP_TOKENS\n"
      "                              : KMLA_I_FP8_STEP_TOKENS;\n"
      "constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies\n"
      "constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;\n"
-     "constexpr int kLanesPerVector = kWide \? 2 : kHopper \? 4 : 8; // that know a vector's range\n"
+     "constexpr int kLanesPerVector = kHopper \? 4 : 8; // that know a vector's range\n"
      "\n"
      "struct block_place {\n"
      "    // Where the thread is.\n"
@@ -5176,10 +6018,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kFactsAt = (kMasksAt + kStages * kMaskBytes + 15) / 16 * 16;\n"
      "constexpr int kRangesAt = kHopper \? KMLA_I_HOPPER_MISC_BYTES : KMLA_I_MISC_BYTES;\n"
      "constexpr int kFactorsAt = kRangesAt + kTile * 16;\n"
-    },
-    {"tile.cuh", 89,
      "constexpr int kTargetsAt = kFactorsAt + kTile * 4;\n"
      "constexpr int kSmallBytes = kTargetsAt + kTile * 8;\n"
+    },
+    {"tile.cuh", 89,
      "static_assert(kFactsAt + (int)sizeof(tile_facts) <= kRangesAt, \"barriers, masks and facts fit\");\n"
      "static_assert(sizeof(vector_range) == 16, \"one load\");\n"
      "\n"
@@ -5265,8 +6107,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        bounds.full_begin = range.begin;\n"
      "        bounds.full_end = range.end;\n"
      "        if (range.begin < range.end) {\n"
-    },
-    {"tile.cuh", 176,
      "            bounds.begin = range.begin;\n"
      "            bounds.end = range.end;\n"
      "        }\n"
@@ -5274,6 +6114,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return range;\n"
      "}\n"
      "\n"
+    },
+    {"tile.cuh", 181,
      "// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared\n"
      "// memory of 16 bytes a warp.\n"
      "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {\n"
@@ -5319,14 +6161,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// For store_results: where vector n's result goes if its split finds tokens of it.\n"
-     "KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {\n"
+     "// For store_results: where vector n's result goes if its split finds tokens of it. `first_row` and\n"
+     "// `vectors` as in block_place.\n"
+     "KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n, int first_row, int vectors) {\n"
      "    int vector = block_x() * kTile + n;\n"
-     "    if (vector >= bounds().vectors) {\n"
+     "    if (vector >= vectors) {\n"
      "        targets()[n] = 0;\n"
      "        return;\n"
      "    }\n"
-     "    int64_t row = bounds().first_row + vector / args.heads;\n"
+     "    int64_t row = first_row + vector / args.heads;\n"
      "    int head = vector % args.heads;\n"
      "    bool final = args.splits == 1 || range_of(n).whole;\n"
      "    targets()[n] =\n"
@@ -5362,7 +6205,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,\n"
      "                               float scale) {\n"
-     "    place_vector(args, n);\n"
+     "    place_vector(args, n, bounds().first_row, bounds().vectors);\n"
      "    weigh_vector(args, n, sum, scale);\n"
      "    store_vector_lse(args, n, sum, reference);\n"
      "}\n"
@@ -5371,7 +6214,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void store_out(uint64_t target, int dim, const float (&x)[8]) {\n"
      "    if (target & 1) {\n"
     },
-    {"tile.cuh", 279,
+    {"tile.cuh", 278,
      "        word4* to = (word4*)(target - 1 + 4 * (uint32_t)dim);\n"
      "        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};\n"
      "        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};\n"
@@ -5752,13 +6595,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "template <bool bulk>\n"
     },
     {"reader.cuh", 323,
-     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {\n"
+     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                        const tile_bounds& tokens, int token) {\n"
      "    if (bulk) {\n"
      "        token += s.lane * kRunTokens;\n"
      "        return is_copier(s) && token < args.capacity \? table_entry(args, s.group, token) : -1;\n"
      "    }\n"
      "    token += s.warp * kWarpTokens + s.lane % kWarpTokens;\n"
-     "    bool wanted = token >= bounds().begin && token < bounds().end;\n"
+     "    bool wanted = token >= tokens.begin && token < tokens.end;\n"
      "    return wanted \? table_entry(args, s.group, token) : -1;\n"
      "}\n"
      "\n"
@@ -5785,11 +6629,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
-     "                             int entry) {\n"
+     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                             const tile_bounds& tokens, int token, int entry) {\n"
      "    token += s.lane * kRunTokens;\n"
-     "    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);\n"
-     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - token, kRunTokens), first);\n"
+     "    int first = minimum(maximum(tokens.begin - token, 0), kRunTokens);\n"
+     "    int last = entry < 0 \? first : maximum(minimum(tokens.end - token, kRunTokens), first);\n"
      "    run_copy& run = run_of_lane(s);\n"
      "    run.from = record_address(args, entry, token + first, kRecordBytes);\n"
      "    run.to = (uint32_t)((s.lane % kRuns * kRunTokens + first) * kPitch);\n"
@@ -5841,7 +6685,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// tile's bounds are not read. `entry`: the look-up, if not in bulk.\n"
      "template <bool bulk>\n"
     },
-    {"reader.cuh", 411,
+    {"reader.cuh", 412,
      "KMLA_DEVICE void start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
      "                            int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
@@ -5860,11 +6704,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// What the copies of steps from `step` on need, made ready from a look-up.\n"
      "template <bool bulk>\n"
-     "KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
-     "                                int entry) {\n"
+     "KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                const tile_bounds& tokens, int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "    if (bulk && is_copier(s)) {\n"
-     "        prepare_run(args, s, token, entry);\n"
+     "        prepare_run(args, s, tokens, token, entry);\n"
      "    }\n"
      "#endif\n"
      "}\n"
@@ -5952,9 +6796,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // What the lane points matrix loads at, 16 tokens, two times 16 bytes; and its own first token.\n"
      "    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];\n"
      "#pragma unroll\n"
-     "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
     },
     {"reader.cuh", 522,
+     "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
      "        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;\n"
      "        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;\n"
      "        record[tile] = tokens + s.row_in_quad * kPitch;\n"
@@ -6045,9 +6889,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    uint32_t largest = magnitude < 0x7F800000u \? magnitude : 0;\n"
      "    largest = maximum(largest, shuffle_xor(largest, 1));\n"
      "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
-     "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
     },
     {"reader.cuh", 613,
+     "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
      "    power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
      "    if (group == 0) {\n"
      "        exponents()[token] = (float)((int)(power >> 23) - 127);\n"
@@ -6140,9 +6984,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            int n = vector_of(s, slot) + i;\n"
-     "            float low = x[slot][i], high = x[slot][2 + i];\n"
     },
     {"reader.cuh", 706,
+     "            float low = x[slot][i], high = x[slot][2 + i];\n"
      "            float top = top_of_unit(low, high), base = top == -infinity() \? 0 : top;\n"
      "            float above = kPacked \? top_of_unit(low - base + exponent[0], high - base + exponent[1])\n"
      "                                  : 0;\n"
@@ -6239,10 +7083,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// In a step in which some vector may not see some token, 0 * NaN must not reach it: no value that the\n"
      "// warp will multiply stays NaN. A vector that does see the token has its NaN from the score.\n"
      "KMLA_DEVICE void clean_values(const reader_state& s, uint8_t* stage) {\n"
+    },
+    {"reader.cuh", 803,
      "    const int words = 64 * (kBf16 \? 2 : 1) / 4; // of the warp's dims of a token\n"
      "#pragma unroll 1\n"
-    },
-    {"reader.cuh", 804,
      "    for (int i = s.lane; i < kStep * words; i += 32) {\n"
      "        uint32_t* at = (uint32_t*)(stage + i / words * kPitch) + words * s.warp + i % words;\n"
      "        *at = kBf16 \? only_numbers_bf16(*at) : only_numbers_e4m3(*at);\n"
@@ -6334,11 +7178,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            load_bf16_values(records + 2 * dim, a);\n"
      "        } else {\n"
      "            weave_code_values(codes, a);\n"
+    },
+    {"reader.cuh", 896,
      "            codes = load_code_values(s, stage, k < kStepTiles - 1 \? k + 1 : k);\n"
      "            if (k % 2 == 0) {\n"
      "                load_weights(s, 16 * k, weight);\n"
-    },
-    {"reader.cuh", 898,
      "            }\n"
      "            if (kPacked && k % 2 == 0) {\n"
      "                scale_weights(s, 16 * k, weight);\n"
@@ -6411,19 +7255,24 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// ---- the block\n"
      "\n"
      "// Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;\n"
-     "// the first warp stores what all need later. A block barrier must follow. `length`: of the lane's.\n"
-     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s, int length) {\n"
+     "// the first warp stores what all may read behind a block barrier. `length`: of the lane's. Returns\n"
+     "// the tile's bounds.\n"
+     "KMLA_DEVICE tile_bounds find_ranges(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                    int length) {\n"
      "    static_assert(kTile <= 32, \"a vector a lane\");\n"
      "    tile_bounds mine;\n"
      "    vector_range range = find_range(args, s, s.lane, length, mine);\n"
      "    mine = join_lanes(mine, 1);\n"
-     "    (tile_bounds&)bounds() = mine; // all the same\n"
-     "    bounds().first_row = s.first_row;\n"
-     "    bounds().vectors = s.vectors;\n"
+     "    if (thread_index() == 0) {\n"
+     "        (tile_bounds&)bounds() = mine;\n"
+     "        bounds().first_row = s.first_row;\n"
+     "        bounds().vectors = s.vectors;\n"
+     "    }\n"
      "    if (thread_index() < kTile) {\n"
      "        range_of(s.lane) = range;\n"
-     "        place_vector(args, s.lane);\n"
+     "        place_vector(args, s.lane, s.first_row, s.vectors);\n"
      "    }\n"
+     "    return mine;\n"
      "}\n"
      "\n"
      "KMLA_DEVICE void clear_state(reader_state& s) {\n"
@@ -6445,6 +7294,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// QK, softmax and PV of a step. `whole`: every vector of the tile sees every token of it.\n"
+    },
+    {"reader.cuh", 1010,
      "KMLA_DEVICE void take_step(reader_state& s, int token, int step, bool whole) {\n"
      "    uint8_t* stage = stage_of(step);\n"
      "    group_scores score;\n"
@@ -6453,8 +7304,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    float ratio = split_scales(s, stage);\n"
      "    exchange_scores(s, score, x); // behind its barrier all are done with the step before\n"
      "    store_ratio(s, ratio);\n"
-    },
-    {"reader.cuh", 1012,
      "    if (!whole) {\n"
      "        mask_scores(s, token, token_masks_of(step), x);\n"
      "        clean_values(s, stage);\n"
@@ -6470,21 +7319,23 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// `likely`: bulk look-ups from likely_first on.\n"
      "template <bool bulk>\n"
-     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {\n"
-     "    int first = bounds().begin / kStep * kStep;\n"
-     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s,\n"
+     "                             const tile_bounds& tokens, int likely) {\n"
+     "    int first = tokens.begin / kStep * kStep;\n"
+     "    int steps = maximum(tokens.end - first + kStep - 1, 0) / kStep;\n"
      "    if (steps == 0) {\n"
      "        clear_state(s);\n"
      "        return;\n"
      "    }\n"
      "    // Steps of which every vector of the tile sees every token that exists.\n"
-     "    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;\n"
-     "    int full_end = (bounds().full_end - first) / kStep;\n"
-     "    int entry = bulk && first == likely_first(args, s) \? likely : look_up<bulk>(args, s, first);\n"
-     "    prepare_copies<bulk>(args, s, first, entry);\n"
+     "    int full_begin = (tokens.full_begin - first + kStep - 1) / kStep;\n"
+     "    int full_end = (tokens.full_end - first) / kStep;\n"
+     "    int entry =\n"
+     "        bulk && first == likely_first(args, s) \? likely : look_up<bulk>(args, s, tokens, first);\n"
+     "    prepare_copies<bulk>(args, s, tokens, first, entry);\n"
      "    start_copy<bulk>(args, s, 0, first, entry);\n"
      "    copy_async_commit();\n"
-     "    entry = bulk \? -1 : look_up<false>(args, s, first + kStep);\n"
+     "    entry = bulk \? -1 : look_up<false>(args, s, tokens, first + kStep);\n"
      "    finish_query(args, s);\n"
      "    clear_state(s);\n"
      "#pragma unroll 1\n"
@@ -6494,7 +7345,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            stop = minimum(steps, (ahead / kLookUpSteps + 1) * kLookUpSteps - 1);\n"
      "            if (ahead % kLookUpSteps == 0 && ahead < steps) {\n"
      "                int token = first + ahead * kStep;\n"
-     "                prepare_copies<bulk>(args, s, token, look_up<bulk>(args, s, token));\n"
+     "                prepare_copies<bulk>(args, s, bounds(), token,\n"
+     "                                     look_up<bulk>(args, s, bounds(), token));\n"
      "            }\n"
      "        }\n"
      "#pragma unroll 1\n"
@@ -6505,7 +7357,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            if (step + 1 < steps) {\n"
      "                start_copy<bulk>(args, s, step + 1, token + kStep, entry);\n"
      "                copy_async_commit();\n"
-     "                entry = bulk \? -1 : look_up<false>(args, s, token + 2 * kStep);\n"
+     "                entry = bulk \? -1 : look_up<false>(args, s, bounds(), token + 2 * kStep);\n"
      "            }\n"
      "            take_step(s, token, step, whole);\n"
      "            release_step<bulk>(s, step);\n"
@@ -6537,17 +7389,20 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "#endif\n"
      "    // First, for their latency.\n"
-     "    int likely = copies_in_bulk(s) \? look_up<true>(args, s, likely_first(args, s)) : -1;\n"
+     "    int likely =\n"
+     "        copies_in_bulk(s) \? look_up<true>(args, s, tile_bounds{}, likely_first(args, s)) : -1;\n"
      "    int length = vector_length(args, s, s.lane);\n"
      "    load_query(args, s);\n"
-     "    find_ranges(args, s, length);\n"
+     "    tile_bounds tokens = find_ranges(args, s, length);\n"
      "    if (copies_in_bulk(s)) {\n"
-     "        read_tokens<true>(args, s, likely);\n"
+     "        read_tokens<true>(args, s, tokens, likely);\n"
      "    } else {\n"
-     "        read_tokens<false>(args, s, likely);\n"
+     "        read_tokens<false>(args, s, tokens, likely);\n"
      "    }\n"
      "    launch_dependents();\n"
      "    store_split(args, s);\n"
+    },
+    {"reader.cuh", 1115,
      "}\n"
      "\n"
      "#endif\n"
@@ -6557,11 +7412,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "//\n"
      "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,\n"
      "// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared\n"
-     "// memory. A step is 64 tokens. Two warpgroups score (QK and softmax, 16 tokens a warp), one the even\n"
-     "// steps and one the odd, each into a weight buffer of its own; two weigh values with these (PV, 64\n"
-     "// dims a warp) and copy records into a ring of runs of 32 tokens. The score groups take turns at\n"
-     "// softmax, so that each step's references are the next's. With small tiles these are four groups;\n"
-     "// large ones leave registers for two, which do both: each scores a step, then both weigh two.\n"
+     "// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a\n"
+     "// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values\n"
+     "// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups\n"
+     "// take turns at softmax, so that each step's references are the next's.\n"
      "//\n"
      "// Weights are computed with the references that are there; a vote says whether some vector has\n"
      "// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's\n"
@@ -6570,12 +7424,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#if defined(KMLA_TILE) && defined(KMLA_HOPPER)\n"
      "\n"
      "constexpr int kScoreWarps = 4; // of a group\n"
-     "constexpr int kValueWarps = 8;\n"
-     "constexpr int kFirstValueWarp = kWide \? 0 : 2 * kScoreWarps;\n"
+     "constexpr int kValueWarps = kWarps - 2 * kScoreWarps;\n"
      "constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;\n"
-     "constexpr int kEndThreads = kWide \? kThreads : kScoreThreads + kValueThreads; // that meet at the end\n"
-     "// Registers of a thread that scores and of one that weighs, if they are not the same; all start with\n"
-     "// 128.\n"
+     "// Registers of a thread that scores and of one that weighs; all start with 128.\n"
      "constexpr int kScoreRegisters = kTile > 48 \? 96 : kTile > 40 \? 112 : 128;\n"
      "constexpr int kValueRegisters = 256 - kScoreRegisters;\n"
      "// Named barriers; 0 is the block's.\n"
@@ -6585,7 +7436,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each\n"
      "constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims\n"
-     "constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied\n"
+     "constexpr int kBatchSteps = kTile <= 32 \? 4 : 2; // of QK: converted while others are multiplied\n"
      "constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;\n"
      "constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page\n"
@@ -6617,8 +7468,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (uint32_t*)(shared_memory() + kVotesAt) + 4 * buffer;\n"
      "}\n"
      "// Whether V products and sums before this step are to be multiplied by its factors.\n"
-    },
-    {"hopper.cuh", 65,
      "KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }\n"
      "// Of a run: a bit a token, it exists.\n"
      "KMLA_DEVICE uint32_t& run_tokens(int slot) {\n"
@@ -6628,6 +7477,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
+    },
+    {"hopper.cuh", 70,
      "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
      "    return shared_memory() + kWeightsAt + buffer * kTile * 128;\n"
      "}\n"
@@ -6694,7 +7545,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part\n"
      "\n"
-     "constexpr int kQueryLanes = kThreads >= 16 * kTile \? 16 : 8;\n"
+     "constexpr int kQueryLanes = KMLA_I_HOPPER_THREADS >= 16 * kTile \? 16 : 8;\n"
      "constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;\n"
      "\n"
      "KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {\n"
@@ -6708,8 +7559,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_bf16(uint64_t at, uint32_t (&pair)[8]) {\n"
      "    word4 low = ((const word4*)at)[0], high = ((const word4*)at)[1];\n"
      "    pair[0] = low.x, pair[1] = low.y, pair[2] = low.z, pair[3] = low.w;\n"
-    },
-    {"hopper.cuh", 154,
      "    pair[4] = high.x, pair[5] = high.y, pair[6] = high.z, pair[7] = high.w;\n"
      "}\n"
      "\n"
@@ -6717,6 +7566,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// score_scale.\n"
      "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
      "                                  uint32_t (&pair)[8]) {\n"
+    },
+    {"hopper.cuh", 157,
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
@@ -6798,14 +7649,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                      vector % args.heads * args.query_head_stride;\n"
      "    float amax = 0, factor;\n"
      "    uint32_t kept[kQueryParts][8];\n"
-    },
-    {"hopper.cuh", 242,
      "    bool plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;\n"
      "    if (plain) { // the usual case: all loads at once\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;\n"
      "            load_bf16(inside \? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);\n"
+    },
+    {"hopper.cuh", 244,
      "            for (int w = 0; w < 8; w++) {\n"
      "                kept[i][w] = inside \? kept[i][w] : 0;\n"
      "            }\n"
@@ -6852,7 +7703,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {\n"
      "#pragma unroll 1\n"
-     "    for (int n = thread_index() / kQueryLanes; n < kTile; n += kThreads / kQueryLanes) {\n"
+     "    for (int n = thread_index() / kQueryLanes; n < kTile;\n"
+     "         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {\n"
      "        stage_vector(args, s, n);\n"
      "    }\n"
      "    fence_async_reads();\n"
@@ -6862,11 +7714,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }\n"
      "\n"
-     "// In bulk: lanes 0, 1 .. of one value warp take a run each. Of two groups that do both it is of the\n"
-     "// one that scores a pair's later step, which is last to be done with the earlier one's values.\n"
-     "KMLA_DEVICE bool is_copier(const block_place& s, const token_walk& walk) {\n"
-     "    return s.warp == (kWide \? kScoreWarps * (1 - walk.odd) : 0);\n"
-     "}\n"
+     "// In bulk: lanes 0, 1 .. of the first value warp take a run each.\n"
      "\n"
      "// The table's entry for the page of a run, -1 if none of its tokens is wanted.\n"
      "KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {\n"
@@ -6895,8 +7743,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return wanted \? table_entry(args, s.group, token) : -1;\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 337,
      "// Zeros where there is no record.\n"
      "KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,\n"
      "                                     int token, int entry) {\n"
@@ -6908,6 +7754,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {\n"
      "        uint64_t record = shuffle(address, i);\n"
      "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
+    },
+    {"hopper.cuh", 341,
      "            copy_async_16(records_of(slot) + i * kPitch + at,\n"
      "                          (const void*)((record \? record : args.kv) + at), record != 0);\n"
      "        }\n"
@@ -6930,7 +7778,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                                 const token_walk& walk) {\n"
      "    int runs = minimum(kStages, 2 * walk.steps);\n"
      "    if (copies_in_bulk(s)) {\n"
-     "        if (is_copier(s, walk) && s.lane < runs) {\n"
+     "        if (s.warp == 0 && s.lane < runs) {\n"
      "            int token = walk.first + s.lane * kRunTokens;\n"
      "            copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));\n"
      "        }\n"
@@ -6958,7 +7806,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (!copies_in_bulk(s)) {\n"
      "        next.entry[0] = look_up_record(args, s, token);\n"
      "        next.entry[1] = look_up_record(args, s, token + kRunTokens);\n"
-     "    } else if (is_copier(s, walk) && s.lane < 2) {\n"
+     "    } else if (s.warp == 0 && s.lane < 2) {\n"
      "        next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);\n"
      "    }\n"
      "}\n"
@@ -6972,7 +7820,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,\n"
      "                                next.entry[i]);\n"
      "        }\n"
-     "    } else if (is_copier(s, walk) && s.lane < 2 && s.lane < left) {\n"
+     "    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {\n"
      "        copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,\n"
      "                         next.entry[0]);\n"
      "    }\n"
@@ -6994,8 +7842,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "           (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 434,
      "// Raw words of a batch of k16 steps: of the thread's two tokens, one of codes or two of BF16.\n"
      "typedef uint32_t raw_batch[kBatchSteps][4];\n"
      "typedef uint32_t fragment_batch[kBatchSteps][4];\n"
@@ -7011,6 +7857,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
+    },
+    {"hopper.cuh", 442,
      "        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +\n"
      "                            8 * column;\n"
      "        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);\n"
@@ -7090,8 +7938,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        load_rope(record, column, batch - kLatentBatches, raw);\n"
      "    } else {\n"
      "        load_batch(record + 16 * kBatchSteps * batch + 4 * column, raw);\n"
-    },
-    {"hopper.cuh", 528,
      "    }\n"
      "}\n"
      "\n"
@@ -7109,6 +7955,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    load_any_batch(record, s.column, 1, raw);\n"
      "#pragma unroll\n"
      "    for (int batch = 0; batch < kBatches; batch++) {\n"
+    },
+    {"hopper.cuh", 538,
      "        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {\n"
      "            wgmma_wait<0>();\n"
      "            scale_scores(score, scales, batch / per_group - 1);\n"
@@ -7182,8 +8030,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int i = 0; i < 2; i++) {\n"
      "            vector_range range = range_of(8 * j + 2 * s.column + i);\n"
      "            bool low = token >= range.begin && token < range.end && (tokens & 1);\n"
-    },
-    {"hopper.cuh", 618,
      "            bool high = token + 8 >= range.begin && token + 8 < range.end && (tokens >> 8 & 1);\n"
      "            score[4 * j + i] = low \? score[4 * j + i] : -infinity();\n"
      "            score[4 * j + 2 + i] = high \? score[4 * j + 2 + i] : -infinity();\n"
@@ -7199,6 +8045,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);\n"
      "    return of_two{{bits_float(bits.x), bits_float(bits.y)}};\n"
      "}\n"
+    },
+    {"hopper.cuh", 626,
      "KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {\n"
      "    word4 bits = *(const word4*)(terms() + 4 * j + s.column);\n"
      "    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},\n"
@@ -7277,8 +8125,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Whether any thread of the group says so. They meet here.\n"
-    },
-    {"hopper.cuh", 711,
      "KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {\n"
      "    uint32_t lanes = ballot(mine);\n"
      "    if (s.lane == 0) {\n"
@@ -7295,6 +8141,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
      "\n"
+    },
+    {"hopper.cuh", 720,
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
@@ -7363,8 +8211,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    float factor = 1, now = before;\n"
      "    grown = mine && grown && top > -infinity();\n"
      "    if (grown) {\n"
-    },
-    {"hopper.cuh", 795,
      "        float raised = maximum(old, top - KMLA_I_REFERENCE_BELOW);\n"
      "        factor = old == kNoReference \? 0 : exp2_fast(old - raised);\n"
      "        reference_of(n) = raised;\n"
@@ -7375,6 +8221,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;\n"
      "        if (grown && (old == kNoReference || outgrown)) {\n"
      "            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;\n"
+    },
+    {"hopper.cuh", 798,
      "            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));\n"
      "            weight_scales()[n] = now;\n"
      "        }\n"
@@ -7441,14 +8289,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "    if (grown) {\n"
      "        raise_references(s, first, score, power, exponent);\n"
-     "        pass_turn(s);\n"
      "        scale_sums(s, s.group);\n"
      "        store_weights(s, score, power, of_step);\n"
      "        fence_async_reads();\n"
      "        meet_group(s);\n"
-     "    } else {\n"
-     "        pass_turn(s);\n"
      "    }\n"
+     "    pass_turn(s); // of the references nothing is read any more\n"
      "    add_to_sums(s, of_step);\n"
      "}\n"
      "\n"
@@ -7465,8 +8311,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            of_warp += shuffle_xor(of_warp, 8);\n"
      "            of_warp += shuffle_xor(of_warp, 16);\n"
      "            if (s.row_in_quad == 0) {\n"
-    },
-    {"hopper.cuh", 895,
      "                rows[(s.group * kScoreWarps + s.warp) * kTile + 8 * j + 2 * s.column + i] = of_warp;\n"
      "            }\n"
      "        }\n"
@@ -7480,6 +8324,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
+    },
+    {"hopper.cuh", 899,
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
      "    }\n"
      "}\n"
@@ -7503,56 +8349,54 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return s;\n"
      "}\n"
      "\n"
-     "// A step of the group: its weights, ratios and what it says into the group's buffer. `low`: place of\n"
-     "// the first of its two runs.\n"
-     "KMLA_DEVICE void score_step(const token_walk& walk, int step, ring_place low) {\n"
-     "    // Addresses take no registers from step to step, nor beside the products.\n"
-     "    score_place s = find_score_place(opaque(thread_index()));\n"
-     "    ring_place high = place_after(low, 1);\n"
-     "    int token = walk.first + step * kStep;\n"
-     "    bool full = wait_for_runs(token, low, high);\n"
-     "    int slot = s.warp < 2 \? low.slot : high.slot;\n"
-     "    uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);\n"
-     "    const uint8_t* record = records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;\n"
-     "    accumulators score;\n"
-     "    int exponent[2] = {0, 0};\n"
-     "    multiply_keys(s, record, score);\n"
-     "    s = find_score_place(opaque(thread_index()));\n"
-     "    take_buffer(s.group, step);\n"
-     "    if (kPacked) {\n"
-     "        store_ratios(s, record, s.group, exponent);\n"
+     "KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {\n"
+     "    score_place s = find_score_place(thread_index());\n"
+     "    for (int j = 0; j < kColumns; j++) {\n"
+     "        sums_of(s, j) = word2{0, 0};\n"
      "    }\n"
-     "    if (!full) {\n"
-     "        mask_scores(s, token, tokens, score);\n"
+     "    int step = s.group ^ walk.odd; // the group's first\n"
+     "    ring_place low = place_after(ring_place{0, 0}, 2 * step);\n"
+     "#pragma unroll 1\n"
+     "    for (; step < walk.steps; step += 2) {\n"
+     "        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step\n"
+     "        ring_place high = place_after(low, 1);\n"
+     "        int token = walk.first + step * kStep;\n"
+     "        bool full = wait_for_runs(token, low, high);\n"
+     "        int slot = s.warp < 2 \? low.slot : high.slot;\n"
+     "        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);\n"
+     "        const uint8_t* record =\n"
+     "            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;\n"
+     "        accumulators score;\n"
+     "        int exponent[2] = {0, 0};\n"
+     "        multiply_keys(s, record, score);\n"
+     "        s = find_score_place(opaque(thread_index()));\n"
+     "        take_buffer(s.group, step);\n"
+     "        if (kPacked) {\n"
+     "            store_ratios(s, record, s.group, exponent);\n"
+     "        }\n"
+     "        if (!full) {\n"
+     "            mask_scores(s, token, tokens, score);\n"
+     "        }\n"
+     "        if (step > 0) {\n"
+     "            take_turn(s);\n"
+     "        }\n"
+     "        softmax_step(s, step == 0, score, exponent);\n"
+     "        if (s.thread == 0) {\n"
+     "            barrier_arrive(weights_ready(s.group));\n"
+     "        }\n"
+     "        low = place_after(low, 4);\n"
      "    }\n"
-     "    if (step > 0) {\n"
-     "        take_turn(s);\n"
-     "    }\n"
-     "    softmax_step(s, step == 0, score, exponent);\n"
-     "    if (s.thread == 0) {\n"
-     "        barrier_arrive(weights_ready(s.group));\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "// `step`: the group's first that is not there.\n"
-     "KMLA_DEVICE void end_scores(const kmla_i_reader_args& args, const token_walk& walk, int step) {\n"
-     "    score_place s = find_score_place(opaque(thread_index()));\n"
+     "    launch_dependents();\n"
      "    if (step == walk.steps && step > 0) { // the last step was the other group's\n"
      "        take_turn(s);\n"
      "    }\n"
      "    int next = (walk.steps + walk.odd) % 2;\n"
      "    take_buffer(next, walk.steps);\n"
      "    finish_softmax(args, s, next);\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void clear_sums() {\n"
-     "    score_place s = find_score_place(thread_index());\n"
-     "    for (int j = 0; j < kColumns; j++) {\n"
-     "        sums_of(s, j) = word2{0, 0};\n"
+     "    if (s.group == 0) {\n"
+     "        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);\n"
      "    }\n"
      "}\n"
-     "\n"
-     "KMLA_DEVICE int score_group() { return thread_index() / kScoreThreads; }\n"
      "\n"
      "// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time\n"
      "\n"
@@ -7574,8 +8418,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        word2 even = token[2 * half], odd = token[2 * half + 1];\n"
      "        uint32_t ratio = kPacked \? ratios[4 * half] : 0;\n"
      "        uint32_t woven[4] = {\n"
-    },
-    {"hopper.cuh", 1002,
      "            permute_bytes(even.x, odd.x, 0x5140), permute_bytes(even.x, odd.x, 0x7362),\n"
      "            permute_bytes(even.y, odd.y, 0x5140), permute_bytes(even.y, odd.y, 0x7362)};\n"
      "#pragma unroll\n"
@@ -7591,6 +8433,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Converted values of a k16 step; with registers to spare those of two.\n"
+    },
+    {"hopper.cuh", 1006,
      "constexpr int kValueBuffers = kTile <= 32 \? 2 : 1;\n"
      "\n"
      "// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.\n"
@@ -7635,121 +8479,50 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// What a value thread knows of copies and the ring.\n"
-     "struct value_state {\n"
-     "    next_copies next;\n"
-     "    ring_place place, before; // of the first run of the step, and of the step before\n"
-     "};\n"
-     "\n"
-     "// Starts the copies in place of the runs of the step before this, when all are done with these.\n"
-     "KMLA_DEVICE void refill_ring(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                             const token_walk& walk, int step, value_state& v) {\n"
-     "    int buffer = (step - 1 + walk.odd) % 2;\n"
-     "    if (step > 0 && (!copies_in_bulk(s) || is_copier(s, walk))) {\n"
-     "        barrier_wait(weights_free(buffer), (uint32_t)((step - 1) / 2) & 1);\n"
-     "        copy_next_runs(args, s, walk, v.before, v.next);\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "// A step's products.\n"
-     "KMLA_DEVICE void value_step(const block_place& s, const token_walk& walk, int step, value_state& v,\n"
-     "                            accumulators (&out)[4]) {\n"
-     "    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes\n"
-     "    int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;\n"
-     "    word2 raw[4];\n"
-     "    ring_place after = place_after(v.place, 1);\n"
-     "    bool full = wait_for_runs(token, v.place, after);\n"
-     "    const uint8_t* low = records_of(v.place.slot) + offset;\n"
-     "    const uint8_t* high = records_of(after.slot) + offset;\n"
-     "    load_values(low, raw);\n"
-     "    barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
-     "    if (rescaled(buffer)) {\n"
-     "        rescale(s, buffer, out);\n"
-     "    }\n"
-     "    if (full) {\n"
-     "        multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);\n"
-     "    } else {\n"
-     "        int steps = (minimum(bounds().end - token, kStep) + 15) / 16;\n"
-     "        multiply_values<true>(s, low, high, steps, buffer, raw, out);\n"
-     "    }\n"
-    },
-    {"hopper.cuh", 1098,
-     "    if (s.lane == 0) {\n"
-     "        barrier_arrive(weights_free(buffer));\n"
-     "    }\n"
-     "    v.before = v.place;\n"
-     "    v.place = place_after(after, 1);\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void begin_values(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                              const token_walk& walk, value_state& v, accumulators (&out)[4]) {\n"
+     "// s.warp counts from the first value warp.\n"
+     "KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place& s,\n"
+     "                              const token_walk& walk) {\n"
+     "    accumulators out[4];\n"
      "#pragma unroll\n"
      "    for (int m = 0; m < 4; m++) {\n"
      "        for (int i = 0; i < kColumns * 4; i++) {\n"
      "            out[m][i] = 0;\n"
      "        }\n"
      "    }\n"
-     "    v = value_state{{kStages, {-1, -1}}, {0, 0}, {0, 0}};\n"
-     "    look_ahead(args, s, walk, v.next);\n"
-     "}\n"
-     "\n"
-     "// ---- the walks over a block's steps\n"
-     "\n"
-     "KMLA_DEVICE void walk_scores(const kmla_i_reader_args& args, const token_walk& walk) {\n"
-     "    int step = score_group() ^ walk.odd; // the group's first\n"
-     "    ring_place low = place_after(ring_place{0, 0}, 2 * step);\n"
-     "    clear_sums();\n"
-     "#pragma unroll 1\n"
-     "    for (; step < walk.steps; step += 2) {\n"
-     "        score_step(walk, step, low);\n"
-     "        low = place_after(low, 4);\n"
-     "    }\n"
-     "    launch_dependents();\n"
-     "    end_scores(args, walk, step);\n"
-     "    if (score_group() == 0) {\n"
-     "        named_barrier_arrive(kEndBarrier, kEndThreads);\n"
-     "    }\n"
-     "}\n"
-     "\n"
-     "KMLA_DEVICE void walk_values(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                             const token_walk& walk) {\n"
-     "    accumulators out[4];\n"
-     "    value_state v;\n"
-     "    begin_values(args, s, walk, v, out);\n"
+     "    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes\n"
+     "    next_copies next = {kStages, {-1, -1}};\n"
+     "    look_ahead(args, s, walk, next);\n"
+     "    ring_place place = {0, 0}, before = {0, 0};\n"
      "#pragma unroll 1\n"
      "    for (int step = 0; step < walk.steps; step++) {\n"
-     "        refill_ring(args, s, walk, step, v); // a step late: nobody waits for the slowest warp\n"
-     "        value_step(s, walk, step, v, out);\n"
-     "    }\n"
-     "    named_barrier_sync(kEndBarrier, kEndThreads);\n"
-     "    store_results(args, s, out);\n"
-     "}\n"
-     "\n"
-     "// Both: a group scores one of two steps, then weighs both.\n"
-     "KMLA_DEVICE void walk_both(const kmla_i_reader_args& args, const block_place& s,\n"
-     "                           const token_walk& walk) {\n"
-     "    accumulators out[4];\n"
-     "    value_state v;\n"
-     "    int own = score_group() ^ walk.odd;\n"
-     "    clear_sums();\n"
-     "    begin_values(args, s, walk, v, out);\n"
-     "#pragma unroll 1\n"
-     "    for (int first = 0; first < walk.steps; first += 2) {\n"
-     "        refill_ring(args, s, walk, first, v);\n"
-     "        if (first + own < walk.steps) {\n"
-     "            score_step(walk, first + own, place_after(v.place, 2 * own));\n"
+     "        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;\n"
+     "        word2 raw[4];\n"
+     "        if (step > 0) { // a step late, so that nobody waits for the slowest warp\n"
+     "            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);\n"
+     "            copy_next_runs(args, s, walk, before, next);\n"
      "        }\n"
-     "#pragma unroll 1\n"
-     "        for (int step = first; step < first + 2 && step < walk.steps; step++) {\n"
-     "            if (step > first) {\n"
-     "                refill_ring(args, s, walk, step, v);\n"
-     "            }\n"
-     "            value_step(s, walk, step, v, out);\n"
+     "        ring_place after = place_after(place, 1);\n"
+     "        bool full = wait_for_runs(token, place, after);\n"
+     "        const uint8_t* low = records_of(place.slot) + offset;\n"
+     "        const uint8_t* high = records_of(after.slot) + offset;\n"
+     "        load_values(low, raw);\n"
+     "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
+     "        if (rescaled(buffer)) {\n"
+     "            rescale(s, buffer, out);\n"
      "        }\n"
+     "        if (full) {\n"
+     "            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);\n"
+     "        } else {\n"
+     "            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;\n"
+     "            multiply_values<true>(s, low, high, steps, buffer, raw, out);\n"
+     "        }\n"
+     "        if (s.lane == 0) {\n"
+     "            barrier_arrive(weights_free(buffer));\n"
+     "        }\n"
+     "        before = place;\n"
+     "        place = place_after(after, 1);\n"
      "    }\n"
-     "    launch_dependents();\n"
-     "    end_scores(args, walk, (walk.steps - own + 1) / 2 * 2 + own);\n"
-     "    named_barrier_sync(kEndBarrier, kEndThreads);\n"
+     "    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);\n"
      "    store_results(args, s, out);\n"
      "}\n"
      "\n"
@@ -7766,7 +8539,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    barrier_init_fence();\n"
      "}\n"
      "\n"
-     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, kThreads, 1) {\n"
+    },
+    {"hopper.cuh", 1110,
+     "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
      "        clear_dead_rows(args);\n"
@@ -7783,20 +8558,19 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    find_ranges(args, s, weight_block(0));\n"
      "    sync_block();\n"
      "    token_walk walk = find_walk();\n"
-     "    s.warp -= kFirstValueWarp;\n"
-     "    if (s.warp >= 0) {\n"
+     "    bool scores = s.warp < 2 * kScoreWarps;\n"
+     "    s.warp -= 2 * kScoreWarps;\n"
+     "    if (!scores) {\n"
      "        copy_first_runs(args, s, walk);\n"
      "    }\n"
      "    stage_query(args, s);\n"
      "    sync_block();\n"
-     "    if (kWide) {\n"
-     "        walk_both(args, s, walk);\n"
-     "    } else if (s.warp < 0) {\n"
+     "    if (scores) {\n"
      "        registers_release<kScoreRegisters>();\n"
-     "        walk_scores(args, walk);\n"
+     "        score_tokens(args, walk);\n"
      "    } else {\n"
      "        registers_take<kValueRegisters>();\n"
-     "        walk_values(args, s, walk);\n"
+     "        weigh_values(args, s, walk);\n"
      "    }\n"
      "}\n"
      "\n"
@@ -7876,11 +8650,34 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
+     "// Adds the weights of those parts, but elements of one part only: the share's, which part_out is\n"
+     "// of. Where that weighs nothing they are not read, whatever they hold.\n"
+     "KMLA_DEVICE void add_share(const kmla_i_combine_args& args, int64_t at, int first, int count,\n"
+     "                           float lane_weight, weighted& all) {\n"
+     "    for (int i = 0; i < count; i++) {\n"
+     "        float weight = shuffle(lane_weight, i), x[4];\n"
+     "        all.sum += weight;\n"
+     "        if (weight > 0 && first + i == args.share - 1) {\n"
+     "            if (args.part_type == KMLA_FP32) {\n"
+     "                numbers_of(((const word4*)args.part_out)[at / 4], x);\n"
+     "            } else {\n"
+     "                numbers_of(((const word2*)args.part_out)[at / 4], x);\n"
+     "            }\n"
+     "            for (int d = 0; d < 4; d++) {\n"
+     "                all.out[d] = weight * x[d];\n"
+     "            }\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
      "// out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.\n"
      "// A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that\n"
+    },
+    {"merge.cuh", 96,
      "// its split has written the result itself; in the combine both are empty parts, like -inf. One\n"
      "// block a vector, four dims a thread; each warp finds the weights, a part a lane.\n"
-     "template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
+     "template <bool is_merge, bool is_share>\n"
+     "KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {\n"
      "    const float log2_e = 1.44269504f, ln_2 = 0.693147181f;\n"
      "    int head = block_x(), row = block_y(), dim = thread_index() * 4;\n"
      "    float top = -infinity();\n"
@@ -7897,8 +8694,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "    }\n"
      "    for (int mask = 16; mask > 0; mask /= 2) {\n"
-    },
-    {"merge.cuh", 95,
      "        float other = shuffle_xor(top, mask);\n"
      "        int other_part = (int)shuffle_xor((uint32_t)top_part, mask);\n"
      "        if (other > top) {\n"
@@ -7917,7 +8712,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        bool counts = lse > -infinity() && lse < infinity();\n"
      "        float weight = counts \? exp2_fast((lse - top) * log2_e) : 0;\n"
      "        int count = minimum(args.parts - first, 32);\n"
-     "        if (args.part_type == KMLA_FP32) {\n"
+     "        if (is_share) {\n"
+     "            add_share(args, at, first, count, weight, all);\n"
+     "        } else if (args.part_type == KMLA_FP32) {\n"
      "            add_parts<word4>(args, at, first, count, weight, top_part, all);\n"
      "        } else {\n"
      "            add_parts<word2>(args, at, first, count, weight, top_part, all);\n"
@@ -7940,7 +8737,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
      "    wait_dependency();\n"
-     "    weighted_sum<true>(args);\n"
+     "    weighted_sum<true, false>(args);\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -7951,7 +8748,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#ifndef KMLA_TILE // support kernels\n"
      "\n"
      "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
-     "    weighted_sum<false>(args);\n"
+     "    if (args.share > 0) {\n"
+     "        weighted_sum<false, true>(args);\n"
+     "    } else {\n"
+     "        weighted_sum<false, false>(args);\n"
+     "    }\n"
      "}\n"
      "\n"
      "#endif\n"
@@ -8111,7 +8912,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x6D60C95754E699CCull
+#define KMLA_I_DEVICE_PARTS_HASH 0x3FD337F58780F00Aull
 // clang-format on
 // >>device source end
 
@@ -8133,7 +8934,7 @@ static uint64_t kmla_i_device_parts_hash(void) { return KMLA_I_DEVICE_PARTS_HASH
 // =============================================================================
 //
 //     0.1.0  2026-12  portable reader (sm_80 to sm_121), Hopper reader (sm_90a), merge, combine,
-//                     writers, host reader, images that load without NVRTC
+//                     writers, host reader, images that load without NVRTC, cache of images
 //
 // =============================================================================
 // Licence

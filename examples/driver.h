@@ -48,6 +48,12 @@
     X(event_elapsed, "cuEventElapsedTime", (float* milliseconds, void* begin, void* end))          \
     X(event_destroy, "cuEventDestroy_v2", (void* event))
 
+// What may be missing without harm.
+#define DRIVER_OPTIONAL_FUNCTIONS(X)                                                               \
+    X(graph_nodes, "cuGraphGetNodes", (void* graph, void** nodes, size_t* count))                  \
+    X(graph_node_type, "cuGraphNodeGetType", (void* node, int* type))
+
+#define DRIVER_NODE_KERNEL 0
 #define DRIVER_CAPTURE_THREAD_LOCAL 1
 #define DRIVER_STREAM_NON_BLOCKING 1
 
@@ -55,6 +61,7 @@ typedef struct driver {
 #define DRIVER_POINTER(field, symbol, parameters) int(*field) parameters;
     DRIVER_FUNCTIONS(DRIVER_POINTER)
     DRIVER_TIMING_FUNCTIONS(DRIVER_POINTER)
+    DRIVER_OPTIONAL_FUNCTIONS(DRIVER_POINTER)
 #undef DRIVER_POINTER
     void* library; // handle, also for kmla_gpu_desc
     int can_time;
@@ -77,9 +84,9 @@ static inline int driver_find(void* library, const char* symbol, void* pointer) 
     return found != NULL;
 }
 
-// Opens libcuda (`path` NULL: by its usual name) and makes the first card's primary context
-// current. 1 if there is a card to use, else 0 and why.
-static inline int driver_open(driver* cuda, const char* path, const char** why) {
+// Opens libcuda (`path` NULL: by its usual name) and makes a card's primary context current. 1 if
+// there is such a card, else 0 and why.
+static inline int driver_open_card(driver* cuda, const char* path, int ordinal, const char** why) {
     int count = 0, device;
     void* context;
     memset(cuda, 0, sizeof *cuda);
@@ -100,17 +107,30 @@ static inline int driver_open(driver* cuda, const char* path, const char** why) 
     cuda->can_time &= driver_find(cuda->library, symbol, &cuda->field);
     DRIVER_TIMING_FUNCTIONS(DRIVER_TRY)
 #undef DRIVER_TRY
+#define DRIVER_LOOK(field, symbol, parameters)                                                     \
+    driver_find(cuda->library, symbol, &cuda->field);
+    DRIVER_OPTIONAL_FUNCTIONS(DRIVER_LOOK)
+#undef DRIVER_LOOK
     if (cuda->init(0) != 0 || cuda->device_count(&count) != 0 || count == 0) {
         *why = "libcuda sees no card";
         return 0;
     }
-    driver_must(cuda, cuda->device_get(&device, 0), "cuDeviceGet");
+    if (ordinal >= count) {
+        *why = "libcuda sees fewer cards";
+        return 0;
+    }
+    driver_must(cuda, cuda->device_get(&device, ordinal), "cuDeviceGet");
     driver_must(cuda, cuda->driver_version(&cuda->version), "cuDriverGetVersion");
     driver_must(cuda, cuda->device_name(cuda->card, (int)sizeof cuda->card, device),
                 "cuDeviceGetName");
     driver_must(cuda, cuda->context_retain(&context, device), "cuDevicePrimaryCtxRetain");
     driver_must(cuda, cuda->context_set(context), "cuCtxSetCurrent");
     return 1;
+}
+
+// The first card.
+static inline int driver_open(driver* cuda, const char* path, const char** why) {
+    return driver_open_card(cuda, path, 0, why);
 }
 
 static inline uint64_t driver_alloc(const driver* cuda, size_t bytes) {
@@ -153,6 +173,7 @@ static inline float driver_replay(const driver* cuda, void* executable, void* st
 typedef struct driver_time {
     double median_us; // of one replay of the graph
     double least_us;
+    int kernels; // nodes of the graph that are kernels; 0 where the driver does not tell
 } driver_time;
 
 #define DRIVER_WARM_UP_MILLISECONDS 30 // clocks rise, caches fill
@@ -177,7 +198,31 @@ static inline driver_time driver_time_replays(const driver* cuda, void* executab
     qsort(times, (size_t)replays, sizeof times[0], driver_compare_floats);
     result.median_us = 1e3 * times[replays / 2];
     result.least_us = 1e3 * times[0];
+    result.kernels = 0;
     return result;
+}
+
+static inline int driver_kernels(const driver* cuda, void* graph) {
+    size_t count = 0;
+    void** nodes;
+    int kernels = 0;
+    if (!cuda->graph_nodes || !cuda->graph_node_type) {
+        return 0;
+    }
+    driver_must(cuda, cuda->graph_nodes(graph, NULL, &count), "cuGraphGetNodes");
+    nodes = (void**)malloc((count + 1) * sizeof *nodes);
+    if (!nodes) {
+        fprintf(stderr, "no memory for %lu nodes\n", (unsigned long)count);
+        exit(1);
+    }
+    driver_must(cuda, cuda->graph_nodes(graph, nodes, &count), "cuGraphGetNodes");
+    for (size_t i = 0; i < count; i++) {
+        int type = -1;
+        driver_must(cuda, cuda->graph_node_type(nodes[i], &type), "cuGraphNodeGetType");
+        kernels += type == DRIVER_NODE_KERNEL;
+    }
+    free(nodes);
+    return kernels;
 }
 
 // Captures what `launch` launches into a graph, replays it and times every replay. Where the
@@ -185,7 +230,7 @@ static inline driver_time driver_time_replays(const driver* cuda, void* executab
 static inline driver_time driver_time_graph(const driver* cuda,
                                             void (*launch)(void* data, void* stream), void* data,
                                             int replays) {
-    driver_time result = {0.0, 0.0};
+    driver_time result = {0.0, 0.0, 0};
     void *stream, *graph, *executable;
     // The stream does not wait for copies of the default stream; this does.
     driver_must(cuda, cuda->context_synchronize(), "cuCtxSynchronize");
@@ -197,6 +242,7 @@ static inline driver_time driver_time_graph(const driver* cuda,
         driver_must(cuda, cuda->capture_end(stream, &graph), "cuStreamEndCapture");
         driver_must(cuda, cuda->graph_instantiate(&executable, graph, 0), "cuGraphInstantiate");
         result = driver_time_replays(cuda, executable, stream, replays);
+        result.kernels = driver_kernels(cuda, graph);
         driver_must(cuda, cuda->graph_exec_destroy(executable), "cuGraphExecDestroy");
         driver_must(cuda, cuda->graph_destroy(graph), "cuGraphDestroy");
     } else {

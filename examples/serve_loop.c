@@ -207,12 +207,12 @@ typedef struct sizes {
     int32_t splits;
 } sizes;
 
-static const sizes gpu_sizes = {61, 96, 1, 16}; // the long prefix has 9,150 tokens
+static const sizes gpu_sizes = {64, 96, 1, 16}; // the long prefix has 9,216 tokens
 static const sizes small_sizes = {1, 6, 3, 4};
 
 // A second append follows a decode; a turn that decodes nothing is followed by another append.
 static const script scripts[REQUESTS] = {
-    {0, 0, {{1, 9}, {0, 0}, {0, 0}}},    {0, 150, {{170, 6}, {40, 5}, {9, 4}}},
+    {0, 0, {{1, 9}, {0, 0}, {0, 0}}},    {0, 144, {{170, 6}, {40, 5}, {9, 4}}},
     {1, 0, {{63, 7}, {0, 0}, {0, 0}}},   {2, 64, {{90, 12}, {30, 0}, {7, 5}}},
     {2, 0, {{30, 16}, {0, 0}, {0, 0}}},  {3, 77, {{77, 8}, {51, 8}, {0, 0}}},
     {3, 0, {{5, 20}, {0, 0}, {0, 0}}},   {4, 0, {{128, 10}, {1, 3}, {0, 0}}},
@@ -400,8 +400,9 @@ static void write_tokens(const machine* m, uint64_t kv, int32_t pages, int32_t p
     machine_free(m, slots_there);
 }
 
-// Another engine's records of a prefix: smaller pages, from the last to the first, read out.
-enum { OTHER_PAGE = 48 };
+// Another engine's records of a prefix: larger pages, from the last to the first, read out. The
+// last page is full of NaN behind the prefix.
+enum { OTHER_PAGE = 80 };
 
 static uint8_t* other_pool(const machine* m, const uint16_t* values, int32_t tokens,
                            int64_t* slots) {
@@ -490,7 +491,7 @@ typedef struct engine {
     const sizes* size;
     const run* run;
     pool pool;
-    capacity capacities[CAPACITIES]; // ascending
+    capacity capacities[CAPACITIES];
     int32_t width;                   // of the block table
     inputs* in;
     int32_t* table;    // [requests][width]
@@ -502,14 +503,15 @@ typedef struct engine {
     uint64_t in_there, table_there, queries_there, out_there, lse_there, workspace;
 } engine;
 
-// The capacity that wastes least: the first that covers.
+// The capacity that wastes least for so many live requests.
 static const capacity* engine_pick(const engine* e, int32_t live) {
+    const kmla_plan* plans[CAPACITIES];
+    int32_t index;
     for (int i = 0; i < CAPACITIES; i++) {
-        if (e->capacities[i].requests >= live) {
-            return &e->capacities[i];
-        }
+        plans[i] = &e->capacities[i].plan;
     }
-    return NULL;
+    must(kmla_pick_plan(plans, CAPACITIES, live, 0, 0, &index, &error));
+    return &e->capacities[index];
 }
 
 static void engine_launch(const engine* e, const capacity* c) {

@@ -208,7 +208,7 @@ static void print_heading(kmla_gpu* gpu) {
 
 static void compile_readers(kmla_gpu* gpu, int architecture) {
     static const int32_t portable_tiles[] = {8, 16, 32};
-    static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56, 64, 72};
+    static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56};
     int32_t kv_format;
     int i;
     for (kv_format = KMLA_KV_PACKED; kv_format <= KMLA_KV_BF16; ++kv_format) {
@@ -217,7 +217,7 @@ static void compile_readers(kmla_gpu* gpu, int architecture) {
         }
     }
     for (kv_format = KMLA_KV_PACKED; architecture == 90 && kv_format <= KMLA_KV_E4M3; ++kv_format) {
-        for (i = 0; i < 9; ++i) {
+        for (i = 0; i < 7; ++i) {
             compile_reader(gpu, architecture, KMLA_READER_HOPPER, kv_format, hopper_tiles[i]);
         }
     }

@@ -25,7 +25,9 @@
 #include "device_cases.h"
 
 #include <limits.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 static const int32_t kv_formats[] = {KMLA_KV_PACKED, KMLA_KV_E4M3, KMLA_KV_BF16};
 
@@ -40,7 +42,7 @@ typedef struct tile_list {
 static const tile_list tile_lists[] = {
     {1, {8}},                             // KMLA_READER_HOST has none, so that any will do
     {3, {8, 16, 32}},                     // KMLA_READER_PORTABLE
-    {8, {8, 16, 24, 32, 40, 56, 64, 72}}, // KMLA_READER_HOPPER
+    {7, {8, 16, 24, 32, 40, 48, 56}},     // KMLA_READER_HOPPER
 };
 
 static int pick(int quick, int full) { return options.quick ? quick : full; }
@@ -692,7 +694,10 @@ static void combine_run(combine_case* k) {
     device_buffer lse = device_copy(k->lse.data, k->lse.bytes);
     kmla_error error;
     prepare(NULL);
-    k->args.part_out = part_out.address;
+    // A share's part_out is its own part's alone.
+    k->args.part_out = part_out.address + (uint64_t)((k->args.share > 0 ? k->args.share - 1 : 0) *
+                                                     k->part_out_stride *
+                                                     (k->args.part_type == KMLA_FP32 ? 4 : 2));
     k->args.part_lse = part_lse.address;
     k->args.out = out.address;
     k->args.lse = lse.address;
@@ -771,8 +776,10 @@ static void fill_parts(combine_case* k, ref_random* random) {
     }
 }
 
-static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
-    double part_lse[64], right[REF_D], right_lse, off = 0.0, norm = 0.0;
+// The combine of a vector's parts, in fp64.
+static void part_answer(const combine_case* k, int32_t row, int32_t head, double* right,
+                        double* right_lse) {
+    double part_lse[64];
     double* parts = (double*)malloc((size_t)k->args.parts * REF_D * sizeof(double));
     const double* part_out[64];
     for (int32_t p = 0; p < k->args.parts; p++) {
@@ -783,7 +790,13 @@ static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
                 ref_element(k->part_out.data, k->args.part_type, part_at(k, p, row, head) + d);
         }
     }
-    ref_combine(k->args.parts, part_lse, part_out, right, &right_lse);
+    ref_combine(k->args.parts, part_lse, part_out, right, right_lse);
+    free(parts);
+}
+
+static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
+    double right[REF_D], right_lse, off = 0.0, norm = 0.0;
+    part_answer(k, row, head, right, &right_lse);
     const int64_t at = row * k->out_row_stride + head * k->out_head_stride;
     const double lse =
         ref_float_at(k->lse.data + 4 * (row * k->lse_row_stride + head * k->lse_head_stride));
@@ -799,7 +812,6 @@ static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
     expect(lse == right_lse || fabs(lse - right_lse) <= 2e-6 * (1.0 + fabs(right_lse)),
            "row %d head %d of %d parts: lse %.9g, not %.9g", row, head, k->args.parts, lse,
            right_lse);
-    free(parts);
 }
 
 static void test_combine(void) {
@@ -1253,15 +1265,17 @@ static double log_uniform(ref_random* random, double low, double high) {
     return pow(2.0, low + (high - low) * ref_uniform(random));
 }
 
-// Packed scales of any size in one row, some negative, some 0, some tokens with all four 0. Query 0
-// makes all weights equal; small ones make the scores of the largest tokens of order 1; normal ones
-// leave one token, which must come out as it is however large its score.
+// Packed scales of any size in one row, in some cases larger from token to token, some negative, some
+// 0, some tokens with all four 0. Query 0 makes all weights equal; small ones make the scores of the
+// largest tokens of order 1; normal ones leave one token, which must come out as it is however large
+// its score. `range`: exponents of the first token, low and high, and what each token adds.
 static void put_extreme_scales(const ref_case* c, const double* range, ref_random* random) {
     for (int64_t token = 0; token < 200; token++) {
         uint8_t* record = record_of(c, 0, token);
         for (int g = 0; g < 4; g++) {
             const int32_t kind = ref_below(random, 20);
-            const double scale = log_uniform(random, range[0], range[1]);
+            const double rise = range[2] * (double)token;
+            const double scale = log_uniform(random, range[0] + rise, range[1] + rise);
             put_float(scale_of(record, g), (float)(kind == 0 ? 0.0 : kind == 1 ? -scale : scale));
         }
         if (token % 17 == 0) { // it counts and weighs nothing
@@ -1278,12 +1292,15 @@ static void multiply_query(const ref_case* c, int32_t row, int32_t head, double 
 }
 
 static void test_extreme_scales(void) {
-    static const double ranges[][2] = {{-60.0, 40.0}, {-126.0, -100.0}, {-149.0, -126.0},
-                                       {-3.0, 3.0},   {20.0, 60.0},     {-60.0, -50.0}};
+    static const double ranges[][3] = {{-60.0, 40.0, 0.0},    {-126.0, -100.0, 0.0},
+                                       {-149.0, -126.0, 0.0}, {-3.0, 3.0, 0.0},
+                                       {20.0, 60.0, 0.0},     {-60.0, -50.0, 0.0},
+                                       {-40.0, -39.0, 0.25}};
     const int32_t lengths[] = {200, 137};
     for (int n = 0; n < COUNT(ranges) * 3 * 2; n++) {
         const double* range = ranges[n % COUNT(ranges)];
-        const double factors[] = {0.0, range[1] > -8.0 ? pow(2.0, -range[1] - 8.0) : 1.0, 1.0};
+        const double top = range[1] + 200 * range[2];
+        const double factors[] = {0.0, top > -8.0 ? pow(2.0, -top - 8.0) : 1.0, 1.0};
         ref_random random = {draw()};
         ref_case c = plain_case(9, 256);
         c.shape.rows_per_request = 2;
@@ -2359,6 +2376,241 @@ static void test_rt_07(void) {
     expect(status == KMLA_ERROR_CONTEXT, "%s", kmla_status_name(status));
 }
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+// An object of its own in a context that this thread has made current: prepared, used, closed.
+static void live_in_context(ref_case* c, const answer* right, const char* what) {
+    kmla_gpu* gpu = open_unprepared();
+    kmla_error error;
+    loaded l;
+    load(c, &l);
+    if (expect(kmla_gpu_prepare(gpu, &c->plan, NULL, &error) == KMLA_OK, "%s: %s", what,
+               error.message)) {
+        decode_in_context(gpu, c, &l, right, what);
+    }
+    unload(&l);
+    kmla_gpu_close(gpu);
+}
+
+static void test_two_devices(void) {
+    const int32_t lengths[] = {200, 100};
+    ref_case c;
+    void* context;
+    int count = 0, device;
+    if (on_host() || backend.driver.device_count == NULL ||
+        backend.driver.device_count(&count) != 0 || count < 2) {
+        skip("one card");
+        return;
+    }
+    graph_case(&c, lengths, KMLA_KV_PACKED, 2);
+    answer right = answer_of(&c);
+    for (int run = 0; run < 4; run++) {
+        driver_check(backend.driver.device_get(&device, run % 2), "cuDeviceGet");
+        driver_check(backend.driver.context_retain(&context, device), "cuDevicePrimaryCtxRetain");
+        driver_check(backend.driver.context_set(context), "cuCtxSetCurrent");
+        live_in_context(&c, &right, run % 2 == 0 ? "first card" : "second card");
+    }
+    driver_check(backend.driver.context_set(backend.context), "cuCtxSetCurrent");
+    answer_free(&right);
+    ref_free(&c);
+}
+
+// A context of 16 of the card's multiprocessors: planned for those, in a capture too.
+static void test_green_context(void) {
+    const int32_t lengths[] = {200, 100};
+    ref_case c;
+    kmla_device card;
+    kmla_error error;
+    cuda_resource all, group, rest;
+    void *description, *green, *context, *current = NULL;
+    unsigned groups = 1;
+    if (on_host() || backend.driver.green_create == NULL || backend.driver.green_context == NULL ||
+        backend.driver.device_resource(backend.ordinal, &all, 1) != 0 ||
+        backend.driver.resource_split(&group, &groups, &all, &rest, 0, 16) != 0) {
+        skip("no green contexts here");
+        return;
+    }
+    driver_check(backend.driver.resource_describe(&description, &group, 1),
+                 "cuDevResourceGenerateDesc");
+    driver_check(backend.driver.green_create(&green, description, backend.ordinal, 1),
+                 "cuGreenCtxCreate");
+    driver_check(backend.driver.green_context(&context, green), "cuCtxFromGreenCtx");
+    driver_check(backend.driver.context_set(context), "cuCtxSetCurrent");
+    if (expect(kmla_gpu_device(backend.gpu, &card, &error) != KMLA_OK, "the other's object")) {
+        expect(error.status == KMLA_ERROR_CONTEXT, "%s", error.message);
+    }
+    kmla_gpu* gpu = open_unprepared();
+    expect(kmla_gpu_device(gpu, &card, &error) == KMLA_OK, "%s", error.message);
+    kmla_gpu_close(gpu);
+    expect(card.multiprocessors == (int32_t)group.multiprocessors, "%d multiprocessors, not %u",
+           card.multiprocessors, group.multiprocessors);
+    graph_case(&c, lengths, KMLA_KV_PACKED, 0);
+    expect(kmla_plan_decode(&c.shape, &card, &c.plan, &error) == KMLA_OK, "%s", error.message);
+    answer right = answer_of(&c);
+    live_in_context(&c, &right, "green context");
+    driver_check(backend.driver.context_get(&current), "cuCtxGetCurrent");
+    expect(current == context, "the current context changed");
+    driver_check(backend.driver.context_set(backend.context), "cuCtxSetCurrent");
+    driver_check(backend.driver.green_destroy(green), "cuGreenCtxDestroy");
+    live_in_context(&c, &right, "the whole card after it");
+    answer_free(&right);
+    ref_free(&c);
+}
+
+enum { LAUNCHING_THREADS = 4 };
+
+typedef struct launching {
+    ref_case* c;
+    loaded l;
+    int launches;
+    int failed;
+} launching;
+
+static void* launch_on_thread(void* data) {
+    launching* mine = (launching*)data;
+    void* stream = NULL;
+    mine->failed = backend.driver.context_set(backend.context) != 0 ||
+                   backend.driver.stream_create(&stream, 1) != 0; // 1: waits for no other stream
+    for (int i = 0; i < mine->launches && !mine->failed; i++) {
+        mine->failed = kmla_gpu_decode(backend.gpu, &mine->c->plan, &mine->l.args, stream, NULL) !=
+                       KMLA_OK;
+    }
+    return NULL;
+}
+
+// One object, four threads, each with a stream, outputs and a workspace of its own.
+static void test_launches_from_threads(void) {
+    const int32_t lengths[] = {200, 100};
+    ref_case c;
+    pthread_t threads[LAUNCHING_THREADS];
+    launching each[LAUNCHING_THREADS];
+    if (on_host()) {
+        skip("the host reader has no streams");
+        return;
+    }
+    graph_case(&c, lengths, KMLA_KV_PACKED, 3);
+    answer right = answer_of(&c);
+    prepare(&c.plan);
+    for (int i = 0; i < LAUNCHING_THREADS; i++) {
+        each[i].c = &c;
+        each[i].launches = pick(3, 200);
+        load(&c, &each[i].l);
+    }
+    synchronize(); // the copies
+    for (int i = 0; i < LAUNCHING_THREADS; i++) {
+        if (pthread_create(&threads[i], NULL, launch_on_thread, &each[i]) != 0) {
+            backend_stop("no thread");
+        }
+    }
+    for (int i = 0; i < LAUNCHING_THREADS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    synchronize();
+    for (int i = 0; i < LAUNCHING_THREADS; i++) {
+        expect(!each[i].failed, "thread %d failed", i);
+        copy_to_host(c.out.data, each[i].l.out.address, each[i].l.out.bytes);
+        copy_to_host(c.lse.data, each[i].l.lse.address, each[i].l.lse.bytes);
+        judge(&c, &right, "from a thread");
+        unload(&each[i].l);
+    }
+    answer_free(&right);
+    ref_free(&c);
+}
+
+// In a forked child every call is an error, and returns.
+static int fails_in_child(const ref_case* c, const loaded* l) {
+    kmla_device card;
+    kmla_gpu_desc desc;
+    kmla_gpu* gpu = NULL;
+    int good = 1;
+    memset(&desc, 0, sizeof desc);
+    desc.cuda_path = backend.library;
+    desc.without_nvrtc = 1;
+    good = good && kmla_gpu_decode(backend.gpu, &c->plan, &l->args, NULL, NULL) != KMLA_OK;
+    good = good && kmla_gpu_device(backend.gpu, &card, NULL) != KMLA_OK;
+    good = good && kmla_gpu_prepare(backend.gpu, &c->plan, NULL, NULL) != KMLA_OK;
+    good = good && kmla_gpu_open(&desc, &gpu, NULL) != KMLA_OK;
+    kmla_gpu_close(backend.gpu);
+    return good;
+}
+
+static void test_fork(void) {
+    const int32_t lengths[] = {200, 100};
+    ref_case c;
+    loaded l;
+    int status = 0;
+    if (backend.kind != BACKEND_GPU) {
+        skip("only a real driver minds forks");
+        return;
+    }
+    graph_case(&c, lengths, KMLA_KV_PACKED, 2);
+    load(&c, &l);
+    prepare(&c.plan);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(30);
+        _exit(fails_in_child(&c, &l) ? 0 : 1);
+    }
+    expect(child > 0 && waitpid(child, &status, 0) == child, "no child");
+    expect(WIFEXITED(status), "the child was ended by signal %d", WTERMSIG(status));
+    expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a call succeeded in the child");
+    answer right = answer_of(&c);
+    launch(&c, &l, "after the fork");
+    judge(&c, &right, "after the fork");
+    answer_free(&right);
+    unload(&l);
+    ref_free(&c);
+}
+
+// The second object takes from files what the first has compiled.
+static void test_cache(void) {
+    const int32_t lengths[] = {200, 100};
+    char directory[] = "/tmp/kmla_cache_XXXXXX";
+    char command[64];
+    kmla_cache cache;
+    kmla_error error;
+    ref_case c;
+    if (on_host()) {
+        skip("the host reader compiles nothing");
+        return;
+    }
+    if (mkdtemp(directory) == NULL || kmla_cache_files(directory, &cache, &error) != KMLA_OK) {
+        backend_stop("no folder for a cache");
+    }
+    graph_case(&c, lengths, KMLA_KV_E4M3, 2);
+    answer right = answer_of(&c);
+    for (int run = 0; run < 2; run++) {
+        kmla_gpu_desc desc;
+        kmla_gpu* gpu;
+        loaded l;
+        memset(&desc, 0, sizeof desc);
+        desc.cuda_path = backend.library;
+        desc.nvrtc_path = backend.library;
+        desc.cache = cache;
+        if (kmla_gpu_open(&desc, &gpu, &error) != KMLA_OK) {
+            backend_stop("%s", error.message);
+        }
+        load(&c, &l);
+        const double begin = now();
+        expect(kmla_gpu_prepare(gpu, &c.plan, NULL, &error) == KMLA_OK, "%s", error.message);
+        const double seconds = now() - begin;
+        expect(run == 0 || seconds < 0.5, "prepare from files took %.1f s", seconds);
+        decode_in_context(gpu, &c, &l, &right, run == 0 ? "compiled" : "from files");
+        unload(&l);
+        kmla_gpu_close(gpu);
+    }
+    snprintf(command, sizeof command, "rm -rf %s", directory);
+    expect(system(command) == 0, "%s failed", command);
+    answer_free(&right);
+    ref_free(&c);
+}
+#include "device_serving.h"
+
 // =============================================================================
 // Groups
 // =============================================================================
@@ -2387,6 +2639,12 @@ static const group groups[] = {
     {"HT-03 4 heads, 30 requests", test_ht_03},
     {"LC-01 LC-02 LC-03 LC-06 combine", test_lc},
     {"combine against fp64", test_combine},
+    {"LC-06 shares of a combine", test_shares},
+    {"DL-01 DL-02 DL-03 shards", test_dl_vectors},
+    {"SD-03 verify and draft rows", test_sd_03},
+    {"rows across shard boundaries", test_straddling},
+    {"ranks and transports", test_ranks},
+    {"one rank", test_one_rank},
     {"SK-01 empty splits", test_sk_01},
     {"SK-03 late maximum", test_sk_03},
     {"SK-04 partial types", test_sk_04},
@@ -2413,9 +2671,19 @@ static const group groups[] = {
     {"checking mode", test_checking_mode},
     {"CG-05 unprepared in a capture", test_cg_05},
     {"CG-03 two graphs in turn", test_cg_03},
+    {"captures in every mode", test_capture_modes},
+    {"graph replays", test_replays},
+    {"graph of 112 rows, 100 live", test_padded_batches},
+    {"graph of a growing request", test_growing_length},
+    {"prefix reuse and turns", test_reuse},
     {"streams and contexts", test_streams},
     {"RT-06 two contexts", test_rt_06},
+    {"RT-06 two cards", test_two_devices},
+    {"RT-06 green context", test_green_context},
+    {"RT-06 launches from threads", test_launches_from_threads},
     {"RT-07 thread without a context", test_rt_07},
+    {"RT-07 forked child", test_fork},
+    {"cache of images", test_cache},
     // Last, as pools with holes: a stray read would leave no context for another group.
     {"PG-01 past 2^31 and 2^32 bytes", test_pg_01},
     {"PG-02 past 2^32 bytes, page 0 NaN", test_pg_02},
@@ -2446,12 +2714,6 @@ static void print_score(const group* g, double seconds) {
     printf(", %.1f s)\n", seconds);
     score.groups_failed += score.failures > 0;
     score.groups_passed += score.failures == 0;
-}
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
 static int is_wanted(const group* g) {

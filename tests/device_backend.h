@@ -38,7 +38,15 @@ typedef struct cuda_access { // CUmemAccessDesc
     int32_t flags; // 3: read and write
 } cuda_access;
 
-enum { CUDA_CAPTURE_GLOBAL = 0, CUDA_CAPTURE_RELAXED = 2, CUDA_CAPTURE_ACTIVE = 1 };
+typedef struct cuda_resource { // CUdevResource, of CUDA 12.4 to 13
+    int32_t type; // 1: multiprocessors
+    char padding[92];
+    uint32_t multiprocessors;
+    char rest[44];
+} cuda_resource;
+
+enum { CUDA_CAPTURE_GLOBAL = 0, CUDA_CAPTURE_THREAD_LOCAL = 1, CUDA_CAPTURE_RELAXED = 2 };
+enum { CUDA_CAPTURE_ACTIVE = 1 }; // a status
 
 // X(field, symbol, parameters). The optional ones are NULL where a library lacks them.
 #define DRIVER_NEEDED(X)                                                                        \
@@ -60,6 +68,18 @@ enum { CUDA_CAPTURE_GLOBAL = 0, CUDA_CAPTURE_RELAXED = 2, CUDA_CAPTURE_ACTIVE = 
 #define DRIVER_OPTIONAL(X)                                                                      \
     X(context_create, "cuCtxCreate_v2", (void** context, unsigned flags, int device))           \
     X(context_destroy, "cuCtxDestroy_v2", (void* context))                                      \
+    X(device_count, "cuDeviceGetCount", (int* count))                                           \
+    X(device_resource, "cuDeviceGetDevResource",                                                \
+      (int device, cuda_resource* resource, int type))                                          \
+    X(resource_split, "cuDevSmResourceSplitByCount",                                            \
+      (cuda_resource* groups, unsigned* count, const cuda_resource* of, cuda_resource* rest,    \
+       unsigned flags, unsigned least))                                                         \
+    X(resource_describe, "cuDevResourceGenerateDesc",                                           \
+      (void** description, cuda_resource* resources, unsigned count))                           \
+    X(green_create, "cuGreenCtxCreate",                                                         \
+      (void** green, void* description, int device, unsigned flags))                            \
+    X(green_destroy, "cuGreenCtxDestroy", (void* green))                                        \
+    X(green_context, "cuCtxFromGreenCtx", (void** context, void* green))                        \
     X(memory_info, "cuMemGetInfo_v2", (size_t* left, size_t* total))                            \
     X(capture_begin, "cuStreamBeginCapture_v2", (void* stream, int mode))                       \
     X(capture_status, "cuStreamIsCapturing", (void* stream, int* status))                       \

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs what `make check` needs and this machine lacks; without the means it says what to install.
-# `install.sh pip` adds what fetches an NVRTC from PyPI.
+# `install.sh pip` adds what fetches an NVRTC from PyPI, `install.sh valgrind` valgrind,
+# `install.sh packages NAMES` packages of Debian.
 missing=
 need() {
     command -v "$1" >/dev/null 2>&1 || missing="$missing $2"
@@ -9,8 +10,18 @@ need gcc gcc
 need g++ g++
 need clang clang
 need nm binutils
+need python3 python3
 if [ "$1" = pip ]; then
     python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+fi
+if [ "$1" = valgrind ]; then
+    need valgrind valgrind
+fi
+if [ "$1" = packages ]; then
+    shift
+    for package; do
+        dpkg -s "$package" >/dev/null 2>&1 || missing="$missing $package"
+    done
 fi
 if ! printf '#include <stdarg.h>\n#include <stddef.h>\n#include <setjmp.h>\n#include <stdint.h>\n#include <cmocka.h>\n' |
     gcc -E -x c - >/dev/null 2>&1; then

@@ -166,7 +166,37 @@ REF_API double ref_bf16(uint16_t bf16) {
 }
 
 REF_API double ref_bf16_at(const uint8_t* from) {
-    return ref_bf16((uint16_t)(from[0] | from[1] << 8));
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return ref_bf16(bits);
+}
+
+// Numbers of records are little-endian, those of plain arrays are in the machine's order.
+REF_API uint32_t ref_little(const uint8_t* from, int bytes) {
+    uint32_t bits = 0;
+    for (int i = 0; i < bytes; i++) {
+        bits |= (uint32_t)from[i] << (8 * i);
+    }
+    return bits;
+}
+
+REF_API void ref_put_little(uint8_t* to, uint32_t bits, int bytes) {
+    for (int i = 0; i < bytes; i++) {
+        to[i] = (uint8_t)(bits >> (8 * i));
+    }
+}
+
+REF_API float ref_group_scale(const uint8_t* record, int group) {
+    const uint32_t bits = ref_little(record + 512 + group * 4, 4);
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return scale;
+}
+
+REF_API void ref_put_group_scale(uint8_t* record, int group, float scale) {
+    uint32_t bits;
+    memcpy(&bits, &scale, 4);
+    ref_put_little(record + 512 + group * 4, bits, 4);
 }
 
 // Round to nearest even in 8 bits of significand, fewer below 2^-126. NaN: 0x7fff, as PTX's
@@ -212,13 +242,13 @@ REF_API void ref_record(ref_layout layout, const uint8_t* record, double tensor_
                         const double* codes, double* values) {
     for (int d = 0; d < REF_Q; d++) {
         if (layout == REF_BF16) {
-            values[d] = ref_bf16_at(record + 2 * d);
+            values[d] = ref_bf16((uint16_t)ref_little(record + 2 * d, 2));
         } else if (layout == REF_E4M3) {
             values[d] = codes[record[d]] * tensor_scale;
         } else if (d < REF_D) {
-            values[d] = codes[record[d]] * ref_float_at(record + 512 + d / 128 * 4);
+            values[d] = codes[record[d]] * ref_group_scale(record, d / 128);
         } else {
-            values[d] = ref_bf16_at(record + 528 + 2 * (d - REF_D));
+            values[d] = ref_bf16((uint16_t)ref_little(record + 528 + 2 * (d - REF_D), 2));
         }
     }
 }

@@ -226,7 +226,9 @@ static void fp_01_scales_are_used_as_they_are(void** state) {
     uint8_t* record = ref_token_record(&c, 0, 0);
     memset(record, 0, 656);
     memset(record, 0x7e, 512);
-    memcpy(record + 512, scales, sizeof(scales));
+    for (int group = 0; group < 4; group++) {
+        ref_put_group_scale(record, group, scales[group]);
+    }
     decode(&c);
     for (int d = 0; d < REF_D; d++) {
         assert_near(out_at(&c, 0, 0, d), right[d / 128], 2e-5);
@@ -245,7 +247,6 @@ static void fp_01_scales_are_used_as_they_are(void** state) {
 static void fp_04_reader_returns_every_code(void** state) {
     (void)state;
     for (int format = KMLA_KV_PACKED; format <= KMLA_KV_E4M3; format++) {
-        static const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
         ref_case c = one_token_case(format);
         uint8_t* record = ref_token_record(&c, 0, 0);
         c.args.kv_scale = 1.0f;
@@ -254,7 +255,9 @@ static void fp_04_reader_returns_every_code(void** state) {
         }
         if (format == KMLA_KV_PACKED) {
             memset(record + 512, 0, 144);
-            memcpy(record + 512, ones, sizeof(ones));
+            for (int group = 0; group < 4; group++) {
+                ref_put_group_scale(record, group, 1.0f);
+            }
         }
         decode(&c);
         for (int d = 0; d < REF_D; d++) {
@@ -290,12 +293,24 @@ static void fill_source(float* values) {
     }
 }
 
-// The BF16 nearest to each; not for rounding tests, only to have BF16 sources.
+// The same as BF16, each the nearest; not for rounding tests, only to have BF16 sources.
 static void round_source(const float* values, uint16_t* rounded) {
     for (int i = 0; i < WRITE_TOKENS * WRITE_STRIDE; i++) {
         rounded[i] = kmla_float_to_bf16(values[i]);
     }
     rounded[2 * WRITE_STRIDE + 520] = 0x7f81; // a NaN whose payload has to survive
+}
+
+static ref_buffer make_source(int32_t type) {
+    ref_buffer values = ref_buffer_make(WRITE_TOKENS * WRITE_STRIDE * sizeof(float), 0);
+    fill_source((float*)(void*)values.data);
+    if (type == KMLA_FP32) {
+        return values;
+    }
+    ref_buffer rounded = ref_buffer_make(WRITE_TOKENS * WRITE_STRIDE * sizeof(uint16_t), 0);
+    round_source((const float*)(void*)values.data, (uint16_t*)(void*)rounded.data);
+    ref_buffer_free(&values);
+    return rounded;
 }
 
 // The fp32 scale of a group by the KV rule.
@@ -325,7 +340,7 @@ static void right_rope(const void* source, int32_t type, int64_t first, uint8_t*
         } else {
             bits = ref_to_bf16(source_at(source, type, first + d));
         }
-        memcpy(to + d * 2, &bits, 2);
+        ref_put_little(to + d * 2, bits, 2);
     }
 }
 
@@ -345,9 +360,9 @@ static void right_packed(const void* source, int32_t type, int64_t first, int po
             }
             scale = (float)ref_query_scale(maximum);
         }
-        memcpy(record + 512 + group * 4, &scale, 4);
+        ref_put_group_scale(record, group, scale);
         for (int d = 0; d < 128; d++) {
-            record[group * 128 + d] = ref_to_e4m3(values[d] / scale);
+            record[group * 128 + d] = ref_to_e4m3((float)(values[d] / scale));
         }
     }
     right_rope(source, type, first + 512, record + 528);
@@ -356,17 +371,13 @@ static void right_packed(const void* source, int32_t type, int64_t first, int po
 static void right_e4m3(const void* source, int32_t type, int64_t first, float scale,
                        uint8_t* record) {
     for (int d = 0; d < 576; d++) {
-        record[d] = ref_to_e4m3(source_at(source, type, first + d) / scale);
+        record[d] = ref_to_e4m3((float)(source_at(source, type, first + d) / scale));
     }
 }
 
 // Every format, source and rule: the records byte for byte, skipped slots and gaps untouched.
 static void kv_writer_writes_exactly_its_records(void** state) {
     (void)state;
-    static float values[WRITE_TOKENS * WRITE_STRIDE];
-    static uint16_t rounded[WRITE_TOKENS * WRITE_STRIDE];
-    fill_source(values);
-    round_source(values, rounded);
     // 5 pages of 3: slots below 0, at the pool's end, and ones that 32 bits would wrap to 1 and 0.
     const int64_t slots[WRITE_TOKENS] = {4,  0, 14, -1, 15, 2, 7, 11,
                                          (int64_t)1 << 32 | 1, INT64_MAX, INT64_MIN, 9};
@@ -374,7 +385,8 @@ static void kv_writer_writes_exactly_its_records(void** state) {
         const int32_t format = i / 4;
         const int32_t type = i & 1 ? KMLA_FP32 : KMLA_BF16;
         const int32_t rule = i & 2 ? KMLA_SCALE_POWER_OF_TWO : KMLA_SCALE_EXACT;
-        const void* source = type == KMLA_FP32 ? (const void*)values : (const void*)rounded;
+        ref_buffer source_buffer = make_source(type);
+        const void* source = source_buffer.data;
         const int64_t record_bytes = ref_record_bytes(ref_kv_layout(format));
         const int64_t pitch = 3 * record_bytes + 48;
         ref_buffer pool = ref_buffer_make((size_t)(5 * pitch), 0xee);
@@ -423,19 +435,17 @@ static void kv_writer_writes_exactly_its_records(void** state) {
         assert_true(ref_canary_whole(&pool));
         ref_buffer_free(&pool);
         ref_buffer_free(&right);
+        ref_buffer_free(&source_buffer);
     }
 }
 
 static void query_writer_writes_exactly_its_records(void** state) {
     (void)state;
-    static float values[WRITE_TOKENS * WRITE_STRIDE];
-    static uint16_t rounded[WRITE_TOKENS * WRITE_STRIDE];
-    fill_source(values);
-    round_source(values, rounded);
     for (int i = 0; i < 6; i++) {
         const int32_t format = i / 2;
         const int32_t type = i & 1 ? KMLA_FP32 : KMLA_BF16;
-        const void* source = type == KMLA_FP32 ? (const void*)values : (const void*)rounded;
+        ref_buffer source_buffer = make_source(type);
+        const void* source = source_buffer.data;
         const int64_t record_bytes = ref_record_bytes(ref_query_layout(format));
         const int64_t row_stride = 5 * record_bytes + 16; // 4 heads, room for 5, and a gap
         ref_buffer query = ref_buffer_make((size_t)(3 * row_stride), 0xee);
@@ -477,6 +487,7 @@ static void query_writer_writes_exactly_its_records(void** state) {
         assert_true(ref_canary_whole(&query));
         ref_buffer_free(&query);
         ref_buffer_free(&right);
+        ref_buffer_free(&source_buffer);
     }
 }
 
@@ -501,8 +512,8 @@ static void pack_query(const float* group_values, float* scales, uint8_t* codes)
     write.query = ref_address(&to);
     assert_int_equal(kmla_host_write_query(&write, &error), KMLA_OK);
     memcpy(record, to.data, 656);
-    memcpy(scales, record + 512, 16);
     for (int group = 0; group < 4; group++) {
+        scales[group] = ref_group_scale(record, group);
         codes[group] = record[group * 128 + 17];
     }
     ref_buffer_free(&to);
@@ -530,19 +541,19 @@ static void query_scales_are_powers_of_two_rounded_up(void** state) {
 
 static void pg_06_pages_are_found_by_their_pitch(void** state) {
     (void)state;
-    float source[576];
     const int64_t slots[1] = {64};
     ref_buffer pool = ref_buffer_make(2 * 45056, 0xff);
+    ref_buffer source = ref_buffer_make(576 * 4, 0);
     kmla_kv_write write;
     kmla_error error;
     for (int d = 0; d < 576; d++) {
-        source[d] = 448.0f;
+        ((float*)(void*)source.data)[d] = 448.0f;
     }
     memset(&write, 0, sizeof(write));
     write.tokens = 1;
     write.source_type = KMLA_FP32;
-    write.latent = address_of(source);
-    write.rope = address_of(source + 512);
+    write.latent = ref_address(&source);
+    write.rope = ref_address(&source) + 512 * 4;
     write.slots = address_of(slots);
     write.kv = ref_address(&pool);
     write.kv_pages = 2;
@@ -552,6 +563,7 @@ static void pg_06_pages_are_found_by_their_pitch(void** state) {
     assert_true(ref_all_bytes(pool.data + 45056, 512, 0x7e));
     assert_true(ref_all_bytes(pool.data + 45056 + 656, 45056 - 656, 0xff));
     ref_buffer_free(&pool);
+    ref_buffer_free(&source);
 
     static const int32_t lengths[2] = {200, 77};
     ref_case c = simple_case(2, 5, 256, lengths);
@@ -603,8 +615,8 @@ static void combine_numbers(int32_t parts, const float* lse, const float* out, d
 
 static void lc_01_empty_shards_are_not_read(void** state) {
     (void)state;
-    static const float payloads[3] = {5.0f, NAN, INFINITY};
-    static const float empties[3] = {-INFINITY, INFINITY, NAN};
+    const float payloads[3] = {5.0f, NAN, INFINITY};
+    const float empties[3] = {-INFINITY, INFINITY, NAN};
     for (int i = 0; i < 9; i++) {
         const float lse[2] = {logf(8.0f), empties[i / 3]};
         const float out[2] = {9.0f, payloads[i % 3]};
@@ -1049,10 +1061,9 @@ static void sk_03_late_maximum_rescales_what_came_before(void** state) {
         for (int token = 0; token < 640; token++) {
             uint8_t* record = ref_token_record(&c, 0, token);
             const int64_t bytes = ref_record_bytes(ref_kv_layout(c.shape.kv_format));
-            static const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
             memset(record, 0, (size_t)bytes);
-            if (c.shape.kv_format == KMLA_KV_PACKED) {
-                memcpy(record + 512, ones, 16);
+            for (int group = 0; group < 4 && c.shape.kv_format == KMLA_KV_PACKED; group++) {
+                ref_put_group_scale(record, group, 1.0f);
             }
             for (int d = 0; token == places[i % 5] && d < 513; d++) { // latent and one lane
                 const int is_bf16 = c.shape.kv_format == KMLA_KV_BF16 ||
@@ -1096,7 +1107,7 @@ static void sk_04_partials_are_rounded_as_the_plan_says(void** state) {
             const float value = token < 64 ? 1.0029296875f : 1.0068359375f;
             memset(record, 0x38, 512); // 1, times the scale
             for (int group = 0; group < 4; group++) {
-                memcpy(record + 512 + group * 4, &value, 4);
+                ref_put_group_scale(record, group, value);
             }
         }
         decode(&c);
@@ -1286,6 +1297,11 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         decode(&c);
         kept_outputs rounded_inside = keep_outputs(&c);
         ref_buffer packed = ref_buffer_make(2 * 5 * 656, 0xff);
+        ref_buffer source = ref_buffer_make(c.query.bytes, 0); // in the machine's byte order
+        for (size_t i = 0; i < c.query.bytes; i += 2) {
+            const uint16_t bits = (uint16_t)ref_little(c.query.data + i, 2);
+            memcpy(source.data + i, &bits, 2);
+        }
         kmla_query_write write;
         kmla_error error;
         memset(&write, 0, sizeof(write));
@@ -1293,7 +1309,7 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         write.heads = 5;
         write.query_format = KMLA_QUERY_PACKED;
         write.source_type = KMLA_BF16;
-        write.source = c.args.query;
+        write.source = ref_address(&source);
         write.query = ref_address(&packed);
         assert_int_equal(kmla_host_write_query(&write, &error), KMLA_OK);
         c.args.query = ref_address(&packed);
@@ -1314,6 +1330,7 @@ static void e4m3_mode_equals_packed_queries(void** state) {
         assert_memory_not_equal(c.out.data, rounded_inside.out.data, c.out.bytes);
         free_outputs(&rounded_inside);
         ref_buffer_free(&packed);
+        ref_buffer_free(&source);
         ref_free(&c);
     }
 }
@@ -1346,6 +1363,9 @@ static void write_high(uint8_t* pool, const float* source, int64_t first_slot, i
 
 static void pg_01_pg_02_high_pages(void** state) {
     (void)state;
+    if (sizeof(void*) < 8) {
+        skip(); // no 32-bit machine has so many addresses
+    }
     static const int64_t pages[4] = {51150, 51151, 51192, 102301};
     static const int32_t length = 64;
     const size_t bytes = (size_t)HIGH_PAGES * HIGH_PITCH;
@@ -1532,15 +1552,15 @@ static void bad_decodes_write_nothing(void** state) {
 static void bad_writes_and_combines_write_nothing(void** state) {
     (void)state;
     ref_buffer pool = ref_buffer_make(64 * 656, 0xee);
-    float source[576] = {0};
+    ref_buffer source = ref_buffer_make(576 * 4, 0);
     const int64_t slot = 0;
     kmla_error error;
     kmla_kv_write write;
     memset(&write, 0, sizeof(write));
     write.tokens = 1;
     write.source_type = KMLA_FP32;
-    write.latent = address_of(source);
-    write.rope = address_of(source + 512);
+    write.latent = ref_address(&source);
+    write.rope = ref_address(&source) + 512 * 4;
     write.slots = address_of(&slot);
     write.kv = ref_address(&pool);
     write.kv_pages = 1;
@@ -1553,7 +1573,7 @@ static void bad_writes_and_combines_write_nothing(void** state) {
     query.heads = 1;
     query.query_format = KMLA_QUERY_E4M3; // and no query_scale
     query.source_type = KMLA_FP32;
-    query.source = address_of(source);
+    query.source = ref_address(&source);
     query.query = ref_address(&pool);
     assert_int_equal(kmla_host_write_query(&query, &error), KMLA_ERROR_ARGUMENT);
     assert_non_null(strstr(error.message, "query_scale"));
@@ -1562,13 +1582,14 @@ static void bad_writes_and_combines_write_nothing(void** state) {
     combine.parts = 0;
     combine.rows = 1;
     combine.heads = 1;
-    combine.part_out = address_of(source);
-    combine.part_lse = address_of(source);
+    combine.part_out = ref_address(&source);
+    combine.part_lse = ref_address(&source);
     combine.out = ref_address(&pool);
     assert_int_equal(kmla_host_combine(&combine, &error), KMLA_ERROR_ARGUMENT);
     assert_non_null(strstr(error.message, "parts"));
     assert_true(ref_all_bytes(pool.data, pool.bytes, 0xee));
     ref_buffer_free(&pool);
+    ref_buffer_free(&source);
 }
 
 int main(void) {

@@ -10,16 +10,7 @@
 #define KIMI_MLA_IMPLEMENTATION
 #include "../kimi_mla.h"
 
-#include "fake_libraries.h"
-
-#define FAKE_PATH "build/libfake.so"
-#define assert_contains(text, part)                                                                \
-    do {                                                                                           \
-        if (!strstr(text, part)) {                                                                 \
-            print_error("\"%s\" does not contain \"%s\"\n", text, part);                           \
-        }                                                                                          \
-        assert_non_null(strstr(text, part));                                                       \
-    } while (0)
+#include "with_fake.h"
 
 // The head's layout, written down a second time: a change of it breaks images that are on disk.
 enum {
@@ -39,21 +30,12 @@ enum {
     CUBIN_BYTES = 6 // of the fake NVRTC
 };
 
-static fake_state* fake;
-static int context;
 static kmla_gpu* gpu;
 static kmla_plan plan;    // on an H200, by the Hopper reader
 static kmla_image reader; // of the plan
 static kmla_image support;
 
-static kmla_device card(int32_t major, int32_t minor) {
-    kmla_device device = {0, 0, 132, 232448, 233472};
-    device.compute_major = major;
-    device.compute_minor = minor;
-    return device;
-}
-
-static kmla_plan plan_on(kmla_device device, int32_t tile) {
+static kmla_plan plan_of_tile(kmla_device device, int32_t tile) {
     kmla_shape shape = {0};
     kmla_plan made;
     shape.requests = 1;
@@ -65,32 +47,13 @@ static kmla_plan plan_on(kmla_device device, int32_t tile) {
 }
 
 static int set_up(void** state) {
-    static const int architectures[] = {80, 90, 120};
-    kmla_gpu_desc desc = {0};
     kmla_device device = card(9, 0);
-    (void)state;
-    if (!fake) {
-        void* library = dlopen(FAKE_PATH, RTLD_NOW);
-        fake = library ? (fake_state*)dlsym(library, "fake") : NULL;
-        if (!fake) {
-            print_error("%s: %s\n", FAKE_PATH, dlerror());
-            return 1;
-        }
+    if (reset_fake(state) != 0) {
+        return 1;
     }
-    memset(fake, 0, sizeof *fake);
-    fake->context = &context;
-    fake->compute_major = 9;
-    fake->shared_bytes = 232448;
-    fake->driver_version = 12040;
-    fake->nvrtc_major = 12;
-    memcpy(fake->architectures, architectures, sizeof architectures);
-    fake->architecture_count = 3;
-    fake->log = "";
-    desc.cuda_path = FAKE_PATH;
-    desc.nvrtc_path = FAKE_PATH;
-    plan = plan_on(device, 32);
-    return kmla_gpu_open(&desc, &gpu, NULL) != KMLA_OK ||
-           kmla_gpu_compile(gpu, &plan, &device, NULL, &reader, NULL) != KMLA_OK ||
+    gpu = open_fake();
+    plan = plan_of_tile(device, 32);
+    return kmla_gpu_compile(gpu, &plan, &device, NULL, &reader, NULL) != KMLA_OK ||
            kmla_gpu_compile(gpu, NULL, &device, NULL, &support, NULL) != KMLA_OK;
 }
 
@@ -346,11 +309,11 @@ static void test_other_plans_and_cards(void** state) {
 static void test_wrong_card(void** state) {
     kmla_error error;
     (void)state;
-    fake->compute_major = 12;
+    fake->devices[0].compute_major = 12;
     assert_int_equal(kmla_gpu_prepare(gpu, NULL, &support, &error), KMLA_ERROR_ARCHITECTURE);
     assert_contains(error.message, "capability 9.0, the plan needs 12.0");
     assert_int_equal(fake->modules_loaded, 0);
-    fake->compute_major = 9;
+    fake->devices[0].compute_major = 9;
     prepare_support();
 }
 
@@ -372,8 +335,10 @@ static void test_hopper_needs_nvrtc_12(void** state) {
     kmla_image image;
     kmla_error error;
     (void)state;
+    kmla_gpu_close(gpu);
     fake->nvrtc_major = 11;
     fake->compiles = 0;
+    gpu = open_fake();
     assert_int_equal(kmla_gpu_compile(gpu, &plan, &device, NULL, &image, &error),
                      KMLA_ERROR_ARCHITECTURE);
     assert_contains(error.message, "NVRTC 11.1");

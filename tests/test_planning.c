@@ -195,7 +195,7 @@ static void e4m3_decodes(void** state) { // FP-01, FP-04
     assert_true(kmla_e4m3_to_float(0x38) == 1.0f);
     assert_true(kmla_e4m3_to_float(0x7E) == 448.0f);
     assert_true(kmla_e4m3_to_float(0x7E) * 0.75f == 336.0f);
-    assert_true(kmla_e4m3_to_float(0x7E) * 0.66964287f == 300.0f);
+    assert_true((float)(kmla_e4m3_to_float(0x7E) * 0.66964287f) == 300.0f);
     for (int code = 0; code < 256; ++code) {
         float value = kmla_e4m3_to_float((uint8_t)code);
         if ((code & 0x7F) == 0x7F) {
@@ -873,7 +873,7 @@ static kmla_device h200(void) { return device_of(9, 0, 132, 232448, 233472); }
 static kmla_device rtx_pro_6000(void) { return device_of(12, 0, 188, 101376, 102400); }
 
 static const int32_t portable_tiles[] = {8, 16, 32};
-static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56, 64, 72};
+static const int32_t hopper_tiles[] = {8, 16, 24, 32, 40, 48, 56};
 
 static kmla_shape shape_of(int32_t requests, int32_t rows_per_request, int32_t heads,
                            int64_t capacity) {
@@ -1464,6 +1464,289 @@ static void plan_properties(void** state) {
 }
 
 // =============================================================================
+// Row capacities
+// =============================================================================
+
+static void expect_pick(const kmla_plan* const* plans, int32_t count, int32_t requests,
+                        int32_t rows, int64_t tokens, int32_t wanted) {
+    kmla_error error;
+    int32_t index = -1;
+    expect_ok(kmla_pick_plan(plans, count, requests, rows, tokens, &index, &error), &error);
+    assert_int_equal(index, wanted);
+}
+
+static void row_capacities(void** state) {
+    (void)state;
+    enum { PLANS = 6 };
+    // Not in order; 8 requests twice, for short and long contexts; one with fewer rows each.
+    static const int32_t requests[PLANS] = {4, 1, 8, 2, 8, 8};
+    static const int32_t rows[PLANS] = {4, 4, 4, 4, 4, 1};
+    static const int64_t capacities[PLANS] = {4096, 4096, 131072, 4096, 4096, 4096};
+    kmla_plan plans[PLANS];
+    const kmla_plan* list[PLANS];
+    kmla_error error = dirty_error();
+    int32_t index = 77;
+    for (int i = 0; i < PLANS; ++i) {
+        const kmla_shape shape = shape_of(requests[i], rows[i], 6, capacities[i]);
+        plans[i] = plan_of(&shape, NULL);
+        list[i] = &plans[i];
+    }
+    expect_pick(list, PLANS, 0, 0, 0, 1);
+    expect_pick(list, PLANS, 1, 4, 4096, 1);
+    expect_pick(list, PLANS, 2, 5, 1, 3);
+    expect_pick(list, PLANS, 1, 5, 1, 3);    // rows count, too
+    expect_pick(list, PLANS, 3, 12, 100, 0);
+    expect_pick(list, PLANS, 5, 5, 100, 5);  // 8 rows are less than 32
+    expect_pick(list, PLANS, 5, 9, 100, 4);
+    expect_pick(list, PLANS, 1, 1, 4097, 2); // only one is so long
+    expect_pick(list, PLANS, 8, 32, 131072, 2);
+    expect_failure(kmla_pick_plan(list, PLANS, 9, 0, 0, &index, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "9 requests");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, PLANS, 0, 33, 0, &index, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "33 rows");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, PLANS, 0, 0, 131073, &index, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "131073 tokens");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, 0, 0, 0, 0, &index, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "count");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, 1, -1, 0, 0, &index, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "requests");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(NULL, 1, 0, 0, 0, &index, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "plans");
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, 1, 0, 0, 0, NULL, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "index");
+    list[3] = NULL;
+    error = dirty_error();
+    expect_failure(kmla_pick_plan(list, PLANS, 0, 0, 0, &index, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "plans[i]");
+    assert_int_equal(index, 77);
+}
+
+// =============================================================================
+// Gathers
+// =============================================================================
+
+static kmla_gather_desc gather_desc(int32_t heads, int32_t ranks, int32_t rank, int32_t rows) {
+    kmla_gather_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.heads = heads;
+    desc.ranks = ranks;
+    desc.rank = rank;
+    desc.rows = rows;
+    return desc;
+}
+
+static kmla_gather gather_of(const kmla_gather_desc* desc) {
+    kmla_gather gather;
+    kmla_error error;
+    expect_ok(kmla_plan_gather(desc, &gather, &error), &error);
+    return gather;
+}
+
+static void gathers_of_kimi_k3(void** state) { // HT-06 among them
+    (void)state;
+    static const int32_t record_bytes[] = {1152, 656, 576};
+    for (int32_t format = 0; format < 3; ++format) {
+        kmla_gather_desc desc = gather_desc(99, 9, 4, 1);
+        desc.query_format = format;
+        kmla_gather one = gather_of(&desc);
+        assert_int_equal(one.exchanges, 1);
+        assert_int_equal(one.gathered_heads, 99);
+        assert_int_equal(one.first_head, 44);
+        assert_int_equal(one.local_heads, 11);
+        // What a rank sends a row: 12,672 bytes of BF16, 7,216 packed, 6,336 E4M3.
+        assert_int_equal(one.query.slice_bytes, 11 * record_bytes[format]);
+        assert_int_equal(one.query.offset_bytes, 44 * record_bytes[format]);
+        desc.rows = 4;
+        desc.stored_heads = 112;
+        desc.out_type = KMLA_FP32;
+        kmla_gather four = gather_of(&desc);
+        assert_int_equal(four.query.slice_bytes, 4 * one.query.slice_bytes);
+        assert_int_equal(four.query.row_stride, record_bytes[format]);
+        assert_int_equal(four.query.head_stride, 4 * record_bytes[format]);
+        assert_int_equal(four.query.bytes, 112 * 4 * record_bytes[format]);
+        assert_int_equal(four.out.row_stride, 512);
+        assert_int_equal(four.out.head_stride, 4 * 512);
+        assert_int_equal(four.out.offset_bytes, 44 * 4 * 512 * 4);
+        assert_int_equal(four.out.slice_bytes, 11 * 4 * 512 * 4);
+        assert_int_equal(four.out.bytes, 112 * 4 * 512 * 4);
+        assert_int_equal(four.lse.row_stride, 1);
+        assert_int_equal(four.lse.head_stride, 4);
+        assert_int_equal(four.lse.offset_bytes, 44 * 4 * 4);
+        assert_int_equal(four.lse.slice_bytes, 11 * 4 * 4);
+        assert_int_equal(four.lse.bytes, 112 * 4 * 4);
+    }
+    kmla_gather_desc desc = gather_desc(64, 4, 3, 1); // head h of rank r is r * 16 + h
+    assert_int_equal(gather_of(&desc).first_head, 48);
+    assert_int_equal(gather_of(&desc).gathered_heads, 64);
+    desc = gather_desc(96, 0, 0, 2);                  // a replicated cache
+    assert_int_equal(gather_of(&desc).exchanges, 0);
+    assert_int_equal(gather_of(&desc).desc.ranks, 1);
+    assert_int_equal(gather_of(&desc).local_heads, 96);
+}
+
+// Slices follow one another, cover the heads once, and are as the heads are dealt.
+static void expect_slices(int32_t heads, int32_t ranks, int32_t equal) {
+    int32_t next_head = 0, own[64] = {0}, widest = 0;
+    for (int32_t head = 0; head < heads; ++head) {
+        widest = ++own[head % ranks] > widest ? own[head % ranks] : widest;
+    }
+    for (int32_t rank = 0; rank < ranks; ++rank) {
+        kmla_gather_desc desc = gather_desc(heads, ranks, rank, 3);
+        desc.equal_slices = equal;
+        kmla_gather gather = gather_of(&desc);
+        assert_int_equal(gather.local_heads, own[rank]);
+        assert_int_equal(gather.slice_heads, equal ? widest : own[rank]);
+        assert_int_equal(gather.first_head, next_head);
+        assert_int_equal(gather.gathered_heads, equal ? ranks * widest : heads);
+        assert_int_equal(gather.desc.stored_heads, gather.gathered_heads);
+        assert_int_equal(gather.query.offset_bytes, (int64_t)next_head * 3 * 1152);
+        assert_int_equal(gather.query.slice_bytes, (int64_t)gather.slice_heads * 3 * 1152);
+        next_head += gather.slice_heads;
+        assert_true(gather.lse.offset_bytes + gather.lse.slice_bytes <= gather.lse.bytes);
+    }
+    assert_int_equal(next_head, equal ? ranks * widest : heads);
+}
+
+static void gather_slices(void** state) {
+    (void)state;
+    for (int32_t ranks = 1; ranks <= 16; ++ranks) {
+        for (int32_t heads = 1; heads <= 130; ++heads) { // fewer than ranks, too
+            expect_slices(heads, ranks, 0);
+            expect_slices(heads, ranks, 1);
+        }
+    }
+}
+
+static void gather_errors(void** state) {
+    (void)state;
+    const mutation mutations[] = {
+        I32(kmla_gather_desc, heads, 0, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, heads, 4097, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, ranks, -1, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, ranks, 1025, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, rank, -1, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, rank, 9, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, rows, 0, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, rows, 65536, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, query_format, 3, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, out_type, 2, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, equal_slices, 2, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, stored_heads, 98, KMLA_ERROR_ARGUMENT),
+        I32(kmla_gather_desc, stored_heads, 4097, KMLA_ERROR_ARGUMENT),
+    };
+    kmla_gather gather;
+    for (int i = 0; i < COUNT(mutations); ++i) {
+        kmla_gather_desc desc = gather_desc(99, 9, 2, 4);
+        kmla_error error = dirty_error();
+        fill_bytes(&gather, 0x55, sizeof gather);
+        mutate(&desc, &mutations[i]);
+        expect_failure(kmla_plan_gather(&desc, &gather, &error), &error, mutations[i].wanted,
+                       mutations[i].named);
+        expect_bytes(&gather, 0x55, sizeof gather);
+    }
+    kmla_gather_desc desc = gather_desc(4096, 9, 2, 4);
+    kmla_error error = dirty_error();
+    desc.equal_slices = 1; // 9 slices of 456 are 4,104
+    expect_failure(kmla_plan_gather(&desc, &gather, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "equal_slices");
+    error = dirty_error();
+    expect_failure(kmla_plan_gather(NULL, &gather, &error), &error, KMLA_ERROR_ARGUMENT, "desc");
+    error = dirty_error();
+    expect_failure(kmla_plan_gather(&desc, NULL, &error), &error, KMLA_ERROR_ARGUMENT, "out");
+}
+
+// Filled arguments pass the checks of their calls, name the right places, and keep other fields.
+static void gather_arguments(void** state) {
+    (void)state;
+    kmla_gather_desc desc = gather_desc(96, 9, 7, 4); // 10 heads, from 6 * 11 + 10 on
+    desc.query_format = KMLA_QUERY_PACKED;
+    desc.stored_heads = 112;
+    kmla_gather gather = gather_of(&desc);
+    kmla_error error;
+    kmla_query_write write;
+    memset(&write, 0, sizeof write);
+    write.source = 0x1000;
+    write.source_type = KMLA_FP32;
+    expect_ok(kmla_gather_write(&gather, 0x10000, &write, &error), &error);
+    expect_ok(kmla_check_query_write(&write, &error), &error);
+    assert_int_equal(write.rows, 4);
+    assert_int_equal(write.heads, 10);
+    assert_int_equal(write.query_format, KMLA_QUERY_PACKED);
+    assert_int_equal(write.source_type, KMLA_FP32);
+    assert_int_equal(write.query, 0x10000 + 76 * 4 * 656);
+    assert_int_equal(write.query_row_stride_bytes, 656);
+    assert_int_equal(write.query_head_stride_bytes, 4 * 656);
+
+    kmla_decode decode;
+    memset(&decode, 0, sizeof decode);
+    decode.scale = 0.25f;
+    expect_ok(kmla_gather_decode(&gather, 0x10000, 0x20000, 0x30000, &decode, &error), &error);
+    assert_true(decode.scale == 0.25f && decode.query == 0x10000 && decode.out == 0x20000);
+    assert_int_equal(decode.query_head_stride_bytes, 4 * 656);
+    assert_int_equal(decode.out_row_stride, 512);
+    assert_int_equal(decode.out_head_stride, 2048);
+    assert_int_equal(decode.lse, 0x30000);
+    assert_int_equal(decode.lse_row_stride, 1);
+    assert_int_equal(decode.lse_head_stride, 4);
+
+    kmla_combine combine;
+    memset(&combine, 0, sizeof combine);
+    combine.out = 0x50000;
+    combine.lse = 0x60000;
+    combine.out_type = KMLA_FP32;
+    expect_ok(kmla_gather_combine(&gather, KMLA_TRANSPORT_ALL_TO_ALL, 0x20000, 0x30000, &combine,
+                                  &error),
+              &error);
+    expect_ok(kmla_check_combine(&combine, &error), &error);
+    assert_int_equal(combine.parts, 9);
+    assert_int_equal(combine.heads, 10);
+    assert_int_equal(combine.share, 0);
+    assert_int_equal(combine.part_out_stride, 10 * 4 * 512);
+    assert_int_equal(combine.part_lse_stride, 10 * 4);
+    assert_int_equal(combine.out_type, KMLA_FP32); // the caller's, in its own layout
+    assert_int_equal(combine.out_row_stride, 0);
+
+    expect_ok(kmla_gather_combine(&gather, KMLA_TRANSPORT_REDUCE_SCATTER, 0x20000, 0x30000,
+                                  &combine, &error),
+              &error);
+    expect_ok(kmla_check_combine(&combine, &error), &error);
+    assert_int_equal(combine.heads, 96);
+    assert_int_equal(combine.share, 8);
+    assert_int_equal(combine.part_lse_stride, 112 * 4); // whole arrays are gathered
+    assert_int_equal(combine.out_type, KMLA_BF16);
+    assert_int_equal(combine.out_head_stride, 2048);
+    assert_int_equal(combine.lse_head_stride, 4);
+
+    error = dirty_error();
+    expect_failure(kmla_gather_combine(&gather, 2, 16, 16, &combine, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "transport");
+    desc = gather_desc(3, 8, 5, 4);
+    gather = gather_of(&desc); // a rank without heads
+    expect_ok(kmla_gather_combine(&gather, KMLA_TRANSPORT_REDUCE_SCATTER, 0x20000, 0x30000,
+                                  &combine, &error),
+              &error);
+    error = dirty_error();
+    expect_failure(kmla_gather_combine(&gather, KMLA_TRANSPORT_ALL_TO_ALL, 16, 16, &combine,
+                                       &error),
+                   &error, KMLA_ERROR_ARGUMENT, "local_heads");
+    error = dirty_error();
+    expect_failure(kmla_gather_write(&gather, 16, &write, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "local_heads");
+    error = dirty_error();
+    expect_failure(kmla_gather_write(NULL, 16, &write, &error), &error, KMLA_ERROR_ARGUMENT,
+                   "gather");
+    error = dirty_error();
+    expect_failure(kmla_gather_decode(&gather, 16, 16, 16, NULL, &error), &error,
+                   KMLA_ERROR_ARGUMENT, "args");
+}
+
+// =============================================================================
 // Checks of arguments
 // =============================================================================
 
@@ -1722,7 +2005,8 @@ static void combine_errors(void** state) {
         I32(kmla_combine, heads, 4097, KMLA_ERROR_ARGUMENT),
         I32(kmla_combine, part_type, 2, KMLA_ERROR_ARGUMENT),
         I32(kmla_combine, out_type, 2, KMLA_ERROR_ARGUMENT),
-        I32(kmla_combine, unused_, 1, KMLA_ERROR_ARGUMENT),
+        I32(kmla_combine, share, 1000, KMLA_ERROR_ARGUMENT),
+        I32(kmla_combine, share, -1, KMLA_ERROR_ARGUMENT),
         U64(kmla_combine, part_out, 0, KMLA_ERROR_ARGUMENT),
         U64(kmla_combine, part_out, 0x10004, KMLA_ERROR_ARGUMENT),
         I64(kmla_combine, part_out_stride, -8, KMLA_ERROR_ARGUMENT),
@@ -2160,6 +2444,11 @@ int main(void) {
         cmocka_unit_test(plan_is_best),
         cmocka_unit_test(plan_of_benchmark),
         cmocka_unit_test(plan_properties),
+        cmocka_unit_test(row_capacities),
+        cmocka_unit_test(gathers_of_kimi_k3),
+        cmocka_unit_test(gather_slices),
+        cmocka_unit_test(gather_errors),
+        cmocka_unit_test(gather_arguments),
         cmocka_unit_test(decode_errors),
         cmocka_unit_test(decode_accepts),
         cmocka_unit_test(plan_tampering),

@@ -157,6 +157,7 @@ static void load_matrix(void* const operands[32], bool transposed) {
             operands, [](void* its) { return (void*)((load_matrix_operand*)its)->row; }, matrix,
             row, column);
         memcpy((uint16_t*)&result[lane][matrix] + half, from, 2);
+        note_read(from, 2, here.thread / 32 * 32 + lane);
     }
     for (int lane = 0; lane < 32; ++lane) {
         memcpy(((load_matrix_operand*)operands[lane])->result, result[lane], 16);
@@ -176,9 +177,7 @@ void store_matrix_transposed(void* const operands[32]) {
             operands, [](void* its) { return ((store_matrix_operand*)its)->row; }, matrix,
             lane % 4 * 2 + half, lane / 4);
         *to = (uint16_t)(((store_matrix_operand*)operands[lane])->pairs[matrix] >> half * 16);
-    }
-    for (int i = 0; i < matrices * 8; ++i) {
-        note_store(((store_matrix_operand*)operands[i])->row, here.thread / 32 * 32, 32);
+        note_write(to, 2, here.thread / 32 * 32 + lane);
     }
 }
 

@@ -3,8 +3,8 @@
 // host's C++ compiler, a "CUBIN" the path of a shared object; launches are done when the call
 // returns. Faults of device code abort; misuse of the API gets the driver's error codes.
 //
-// The Makefile defines KMLA_ARCH, KMLA_EMULATOR_COMPILE (a compiler and its flags),
-// KMLA_EMULATOR_SOURCES (this directory) and KMLA_EMULATOR_IMAGES (where shared objects go).
+// The Makefile defines KMLA_ARCH, KMLA_EMULATOR_COMPILE and KMLA_EMULATOR_LINK (a compiler and
+// flags), KMLA_EMULATOR_SOURCES (this directory), KMLA_EMULATOR_IMAGES (where shared objects go).
 
 #include "emulator.h"
 
@@ -711,14 +711,16 @@ static nvrtcResult compile(program* what, int arch, const std::string& defines) 
     }
     if (access((path + ".so").c_str(), R_OK)) {
         std::string command = std::string(KMLA_EMULATOR_COMPILE) + flags +
-                              " '-DKMLA_EMULATOR_TEXT=\"" + mine + ".inc\"' -shared -o " + mine +
-                              ".so " + KMLA_EMULATOR_SOURCES + "/image.cpp " + own_path() + " 2>" +
-                              mine + ".log";
+                              " '-DKMLA_EMULATOR_TEXT=\"" + mine + ".inc\"' -c -o " + mine +
+                              ".o " + KMLA_EMULATOR_SOURCES + "/image.cpp 2>" + mine +
+                              ".log && " + KMLA_EMULATOR_LINK + " -shared -o " + mine + ".so " +
+                              mine + ".o " + own_path() + " 2>>" + mine + ".log";
         bool good = write_file(mine + ".inc", text) && system(command.c_str()) == 0 &&
                     rename((mine + ".so").c_str(), (path + ".so").c_str()) == 0;
         what->log = read_file(mine + ".log");
         remove((mine + ".inc").c_str());
         remove((mine + ".log").c_str());
+        remove((mine + ".o").c_str());
         if (!good) {
             return NVRTC_COMPILATION;
         }

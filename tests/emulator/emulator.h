@@ -1,9 +1,9 @@
 // A CUDA block on the CPU: what instructions.h, the fake driver and the self tests share.
 //
 // Every thread of a block is a fiber. One fiber runs at a time, until it waits for something: the
-// rest of its warp (warp_together), of its block (sync_block), or a bulk copy (barrier_wait).
-// scheduler.cpp then resumes another, chosen by a seeded random number. No standard header is
-// included, because the device source defines uint64_t and friends itself.
+// rest of its warp (warp_together), of its block (sync_block), other warps (named_barrier_arrive),
+// an mbarrier (barrier_wait). scheduler.cpp then resumes another, chosen by a seeded random number.
+// No standard header is included, because the device source defines uint64_t and friends itself.
 
 #ifndef KMLA_EMULATOR_H
 #define KMLA_EMULATOR_H
@@ -61,7 +61,7 @@ void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long l
 
 void wait_dependency();
 
-// ---- matrix products of a warpgroup: accumulators are poison until the wait
+// ---- matrix products of a warpgroup (wgmma.cpp): accumulators are poison until the wait
 
 struct wgmma_operand {
     float* d;             // d[64 x n] += a[64 x 16] * b[16 x n]
@@ -76,16 +76,32 @@ void wgmma(const wgmma_operand& mine);
 void wgmma_commit();
 void wgmma_wait(int pending);
 
-void fence_async_reads();
-// To 16 bytes of shared memory, by some consecutive threads, who have to fence_async_reads().
-void note_store(const void* shared, int first_thread, int threads);
-void forget_stores(const void* shared, unsigned bytes);
-
 // Aborts if another warp of the warpgroup did something else in place of this.
 void same_in_warpgroup(const char* instruction, int number);
 
 void wgmma_start_block();
 void wgmma_end_block();
+
+// ---- who touched which byte of shared memory, and what comes before what (races.cpp)
+
+void watch_races(bool on); // abort when there is one; on at the start
+void note_read(const void* shared, unsigned bytes, int thread);
+void note_write(const void* shared, unsigned bytes, int thread);
+// An asynchronous copy, started by a thread; then its end.
+void note_copy_start(const void* shared, unsigned bytes, int thread);
+void note_copy_by_thread(const void* shared, unsigned bytes, int thread);
+void note_copy_by_engine(const void* shared, unsigned bytes, const void* barrier);
+void fence_async_reads();
+void check_fenced(const char* instruction, const void* shared, unsigned bytes);
+
+void order_start(int threads); // of a new block
+void order_lanes(int warp, unsigned lanes);
+void order_block();
+// What threads did before they came to a phase of a barrier comes before what those do who wait for
+// its end.
+void order_release(const void* barrier, int thread);
+void order_complete(const void* barrier); // the phase
+void order_acquire(const void* barrier, int thread);
 
 // ---- arithmetic of the instructions, by the PTX manual; bit patterns in and out
 

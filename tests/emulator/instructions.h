@@ -1,5 +1,5 @@
-// Stands in for tools/device/instructions.cuh: the same names, in the same order, and some more, for
-// a block that runs as fibers. `make check` fails if a wrapper lacks or its signature differs.
+// Stands in for tools/device/instructions.cuh: its names, in its order, and some more, for a block
+// that runs as fibers. `make check` fails if one is missing or its signature differs.
 
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -23,7 +23,7 @@ static const emulator::kernel* kernels; // of this file, last first
     static void name(const args_type& args);                                                       \
     static emulator::kernel name##_entry(                                                          \
         #name, [](const void* args) { name(*(const args_type*)args); }, sizeof(args_type),         \
-        threads, blocks, kernels);                                                                         \
+        threads, blocks, kernels);                                                                 \
     static void name(const args_type& args)
 
 struct alignas(8) word2 {

@@ -67,7 +67,7 @@ static int32_t one_of(ref_random* random, const int32_t* values, int count) {
 
 // A tile of the reader that the shape will get.
 static int32_t random_tile(ref_random* random, const kmla_device* device, const kmla_shape* shape) {
-    static const int32_t tiles[] = {0, 8, 16, 32}, hopper_tiles[] = {0, 8, 16, 24, 32, 40, 56, 64, 72};
+    static const int32_t tiles[] = {0, 8, 16, 32}, hopper_tiles[] = {0, 8, 16, 24, 32, 40, 48, 56};
     int hopper = device->compute_major == 9 && shape->kv_format != KMLA_KV_BF16 && !shape->reader;
     return hopper ? one_of(random, hopper_tiles, 6) : one_of(random, tiles, 4);
 }

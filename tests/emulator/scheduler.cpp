@@ -3,7 +3,8 @@
 // One warp runs until none of its lanes can go on (or, in some launches, until a warp-wide
 // instruction picks another warp); then a random warp that can run is next. Between meeting points
 // the lanes of a warp run one after another in random order. So code that lacks a barrier reads
-// what is not there yet under some seeds; shared memory is NaN until something is written.
+// what is not there yet under some seeds; shared memory is NaN until something is written. That a
+// barrier is missing, whatever the seed, is for races.cpp to say: it is told who met whom here.
 
 #include "emulator.h"
 
@@ -363,6 +364,7 @@ void lanes_together(const char* instruction, unsigned lanes, warp_work work, voi
         return;
     }
     work(all.operands);
+    order_lanes(current->index / 32, lanes);
     all.arrived = 0;
     mine.runnable |= lanes;
     block.met = true;
@@ -376,6 +378,7 @@ static void release_block_barrier() {
     block.result = block.predicate;
     block.predicate = false;
     block.at_barrier = 0;
+    order_block();
     for (int i = 0; i < running->threads; ++i) {
         if (threads[i].waits_for == block.instruction) {
             warp_of(threads[i]).runnable |= lane_bit(threads[i]);
@@ -415,6 +418,7 @@ static void arrive_at_named_barrier(void* const operands[32]) {
             die("%s: lanes of a warp have other operands", first.instruction);
         }
         mine.phase = barrier.phase;
+        order_release(&barrier, here.thread / 32 * 32 + lane);
     }
     if (barrier.arrived > 0 && barrier.expected != first.threads) {
         die("%s %u: %u threads, where others have %u", first.instruction, first.id, first.threads,
@@ -430,6 +434,7 @@ static void arrive_at_named_barrier(void* const operands[32]) {
         return;
     }
     barrier = named_barrier{0, 0, 0, barrier.phase + 1};
+    order_complete(&barrier);
     for (int i = 0; i < running->threads; ++i) {
         if (threads[i].named_barrier == first.id) {
             threads[i].named_barrier = 0;
@@ -450,6 +455,9 @@ void named_barrier_arrive(const char* instruction, unsigned id, unsigned count, 
     if (waits && block.named[id].phase == mine.phase) {
         current->named_barrier = id;
         wait_here(instruction);
+    }
+    if (waits) {
+        order_acquire(&block.named[id], current->index);
     }
 }
 
@@ -519,6 +527,7 @@ void copy_async(void* shared, const void* global, int bytes, bool read) {
     if (read) {
         check_global("copy_async", global, (unsigned)bytes, (unsigned)bytes);
     }
+    note_copy_start(shared, (unsigned)bytes, current->index);
     memset(shared, 0xff, (size_t)bytes);
     current->copies.push_back({shared, global, bytes, read, current->groups, nullptr});
 }
@@ -532,10 +541,11 @@ static void land_oldest_copy(thread& owner) {
     owner.copies.pop_front();
     if (copy.barrier) {
         --block.copy_arrivals;
+        order_release(copy.barrier, owner.index);
         arrive("copy_arrive", copy.barrier);
         return;
     }
-    note_store(copy.shared, owner.index, 1);
+    note_copy_by_thread(copy.shared, (unsigned)copy.bytes, owner.index);
     if (copy.read) {
         memcpy(copy.shared, copy.global, (size_t)copy.bytes);
     } else {
@@ -556,6 +566,7 @@ void copy_async_wait(int pending) {
 static mbarrier* checked_barrier(const char* instruction, unsigned long long* word) {
     mbarrier* barrier = (mbarrier*)word;
     check_shared(instruction, word, 8, 8);
+    note_read(word, 8, current->index);
     if (barrier->valid != mbarrier_valid) {
         die("%s: no initialised barrier at shared offset %lu", instruction,
             (unsigned long)((unsigned char*)word - here.shared));
@@ -567,6 +578,7 @@ static void end_phase_if_complete(mbarrier* barrier) {
     if (barrier->pending == 0 && barrier->bytes == 0) {
         barrier->pending = barrier->expected;
         barrier->parity ^= 1;
+        order_complete(barrier);
     }
 }
 
@@ -580,6 +592,7 @@ void barrier_init(unsigned long long* word, unsigned arrivals) {
     barrier->expected = (uint16_t)arrivals;
     barrier->pending = (uint16_t)arrivals;
     barrier->valid = mbarrier_valid;
+    note_write(word, 8, current->index);
     block.unfenced_init = true;
 }
 
@@ -601,7 +614,9 @@ static void expect(const char* instruction, mbarrier* barrier, unsigned bytes) {
 }
 
 void barrier_arrive(unsigned long long* word) {
-    arrive("barrier_arrive", checked_barrier("barrier_arrive", word));
+    mbarrier* barrier = checked_barrier("barrier_arrive", word);
+    order_release(barrier, current->index);
+    arrive("barrier_arrive", barrier);
 }
 
 void barrier_expect(unsigned long long* word, unsigned bytes) {
@@ -610,13 +625,14 @@ void barrier_expect(unsigned long long* word, unsigned bytes) {
 
 void barrier_arrive_expect(unsigned long long* word, unsigned bytes) {
     mbarrier* barrier = checked_barrier("barrier_arrive_expect", word);
+    order_release(barrier, current->index);
     expect("barrier_arrive_expect", barrier, bytes);
     arrive("barrier_arrive_expect", barrier);
 }
 
 void copy_arrive(unsigned long long* word) {
     mbarrier* barrier = checked_barrier("copy_arrive", word);
-    current->copies.push_back({nullptr, nullptr, 0, false, current->groups, barrier});
+    current->copies.push_back({here.shared, nullptr, 0, false, current->groups, barrier});
     ++block.copy_arrivals;
 }
 
@@ -630,6 +646,7 @@ void copy_bulk(void* shared, const void* global, unsigned bytes, unsigned long l
     }
     check_shared("copy_bulk", shared, bytes, 16);
     check_global("copy_bulk", global, bytes, 16);
+    note_copy_start(shared, bytes, current->index);
     memset(shared, 0xff, bytes);
     block.copies.push_back({shared, global, bytes, barrier});
 }
@@ -661,7 +678,7 @@ static bool phase_ended(mbarrier* barrier, unsigned parity) {
         }
         block.copies.erase(block.copies.begin() + (long)i);
         memcpy(copy.shared, copy.global, copy.bytes);
-        forget_stores(copy.shared, copy.bytes);
+        note_copy_by_engine(copy.shared, copy.bytes, barrier);
         barrier->bytes -= (int)copy.bytes;
         end_phase_if_complete(barrier);
     }
@@ -679,6 +696,7 @@ void barrier_wait(unsigned long long* word, unsigned parity) {
         warp_of(*current).on_mbarrier |= lane_bit(*current);
         wait_here("barrier_wait");
     }
+    order_acquire(barrier, current->index);
 }
 
 // Threads whose mbarrier's phase has ended can go on.
@@ -729,6 +747,7 @@ static void run_block(bool change_often) {
     int warp_count = running->threads / 32;
     memset(here.shared, 0xff, here.shared_bytes);
     wgmma_start_block();
+    order_start(running->threads);
     block.alive = running->threads;
     block.at_barrier = 0;
     block.predicate = block.unfenced_init = block.waited_dependency = false;
@@ -738,7 +757,6 @@ static void run_block(bool change_often) {
     block.free_registers = 0;
     for (int i = 0; i < running->threads; ++i) {
         threads[i].groups = 0;
-        threads[i].copies.clear();
     }
     for (int i = 0; i < warp_count; ++i) {
         warps[i] = warp{all_lanes, 0, first_registers(), first_registers(), {}};
@@ -755,6 +773,12 @@ static void run_block(bool change_often) {
         run_warp(warps[random_bit(can_run)], change_often);
     }
     wgmma_end_block();
+    for (int i = 0; i < running->threads; ++i) {
+        for (const small_copy& lost : threads[i].copies) { // that nobody waited for
+            note_copy_by_thread(lost.shared, (unsigned)lost.bytes, i);
+        }
+        threads[i].copies.clear();
+    }
     if (!block.copies.empty()) {
         die("%s: block %d,%d,%d ended with bulk copies under way", running->what->name,
             here.block[0], here.block[1], here.block[2]);
@@ -798,6 +822,8 @@ void run(const launch& work) {
         at = (at + step) % blocks;
     }
     free(shared);
+    here.shared = nullptr;
+    here.shared_bytes = 0;
     running = nullptr;
 }
 

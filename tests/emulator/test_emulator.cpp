@@ -168,6 +168,80 @@ KMLA_KERNEL(where_kernel, buffer_args, 32, 1) {
     }
 }
 
+// ---- races; how is 1 with what prevents them
+
+// All lanes write the same word: one race between warps, even though no value can show it.
+KMLA_KERNEL(same_value_kernel, buffer_args, 64, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    if (thread_index() == 0) {
+        shared[0] = 5;
+    }
+    if (args.how & 1) {
+        sync_block();
+    }
+    if (thread_index() == 40) {
+        shared[0] = 5;
+    }
+}
+
+// Warp 1 reads before warp 0 writes again, whatever the schedule is: the vote of a warp is no
+// barrier of the block.
+KMLA_KERNEL(read_then_write_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    if (thread_index() == 0) {
+        shared[1] = 5;
+    }
+    sync_block();
+    if (thread_index() == 63) {
+        args.out[0] = shared[1];
+    }
+    ballot(true);
+    if (args.how & 1) {
+        sync_block();
+    }
+    if (thread_index() == 0) {
+        shared[1] = 6;
+    }
+}
+
+// Neighbouring bytes, of a thread each.
+KMLA_KERNEL(bytes_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    shared[thread_index()] = 1;
+    shared[thread_index()] += 1;
+    sync_block();
+    args.out[thread_index()] = shared[63 - thread_index()];
+}
+
+// Thread 0 writes, a chain of meetings leads to thread 95: within the warp to thread 1 (bit 0 of
+// how), by a barrier of two warps to warp 1, by another to warp 2 (bit 1).
+KMLA_KERNEL(chain_kernel, buffer_args, 96, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    int warp = thread_index() / 32;
+    if (thread_index() == 0) {
+        shared[0] = 5;
+    }
+    if (warp == 0) {
+        if (args.how & 1) {
+            sync_warp();
+        }
+        if (thread_index() == 1) {
+            shared[0] += 1;
+        }
+        named_barrier_arrive(1, 64);
+    } else if (warp == 1) {
+        named_barrier_sync(1, 64);
+        named_barrier_arrive(2, 64);
+    } else {
+        if (args.how & 2) {
+            named_barrier_sync(2, 64);
+        } else {
+            named_barrier_sync(3, 32);
+        }
+        args.out[thread_index() - 64] = shared[0];
+    }
+}
+
 // ---- asynchronous copies
 
 // Three groups of 16 bytes; how many of them are waited for is `how`.
@@ -198,8 +272,8 @@ KMLA_KERNEL(copy_kernel, buffer_args, 32, 1) {
 }
 
 #if KMLA_HAS_BULK_COPY
-// Lane 0 of warp 0 feeds warp 1 through one stage of 16 bytes. Bit 0 of how: waits until it is read;
-// bit 1: announces the bytes apart from its arrival.
+// Lane 0 of warp 0 feeds warp 1 through one stage of 16 bytes. Bit 0 of how: waits until it is
+// read; bit 1: announces the bytes apart from its arrival.
 KMLA_KERNEL(pipeline_kernel, buffer_args, 64, 1) {
     uint8_t* shared = shared_memory();
     uint64_t *full = (uint64_t*)(shared + 16), *empty = (uint64_t*)(shared + 24);
@@ -257,6 +331,28 @@ KMLA_KERNEL(copy_arrive_kernel, buffer_args, 64, 1) {
         args.out[lane] = ((uint32_t*)shared)[4 * lane + lane / 8];
     }
     sync_block(); // not before the copies have begun
+}
+
+// One thread of warp 1 waits for the copy, the others need a meeting with it.
+KMLA_KERNEL(late_reader_kernel, buffer_args, 64, 1) {
+    uint8_t* shared = shared_memory();
+    uint64_t* barrier = (uint64_t*)(shared + 16);
+    if (thread_index() == 0) {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+        barrier_arrive_expect(barrier, 16);
+        copy_bulk(shared, args.in, 16, barrier);
+    }
+    sync_block();
+    if (thread_index() == 32) {
+        barrier_wait(barrier, 0);
+    }
+    if (args.how) {
+        sync_warp();
+    }
+    if (thread_index() >= 32 && thread_index() < 36) {
+        args.out[thread_index() - 32] = ((uint32_t*)shared)[thread_index() - 32];
+    }
 }
 
 // Two phases of one barrier, 32 bytes each; bit 0 of how: waits before it reads, bit 1: for the
@@ -461,13 +557,14 @@ KMLA_KERNEL(wgmma_mistake_kernel, buffer_args, 128, 1) {
         shared[thread * 16 + i] = 0;
     }
     if (args.how == 10) {
-        store_matrix_x2_transposed(shared + thread % 16 * 16, 0, 0);
+        sync_block();
+        store_matrix_x2_transposed(shared + thread / 32 * 256 + thread % 16 * 16, 0, 0);
     } else if (args.how == 11) {
         copy_async_16(shared + thread * 16, args.in, false);
         copy_async_commit();
         copy_async_wait<0>();
     }
-    if (args.how < 10) {
+    if (args.how < 10 || args.how > 11) {
         fence_async_reads();
     }
     sync_block();
@@ -501,6 +598,11 @@ KMLA_KERNEL(wgmma_mistake_kernel, buffer_args, 128, 1) {
     case 13:
         b += thread % 2 * 32 / 16;
         break;
+    case 16:
+        sync_block();
+        shared[thread] = 0; // not fenced
+        sync_block();
+        break;
     default:
         break;
     }
@@ -511,12 +613,17 @@ KMLA_KERNEL(wgmma_mistake_kernel, buffer_args, 128, 1) {
     } else if (args.how == 2) {
         d[7] = 1;
     } else if (args.how == 3) {
+        sync_block(); // after the products of all began
         shared[thread * 16] = 1;
     } else if (args.how == 14) {
         wgmma_f16(reinterpret_cast<float(&)[4]>(d), a, b, true);
     } else if (args.how == 15) {
         wgmma_wait<0>();
         wgmma_f16(other, a, b, true); // again without a fence
+    }
+    if (args.how == 17) {
+        wgmma_wait<0>();
+        shared[thread * 16] = 0; // other warps' products may read it yet
     }
     sync_block();
     wgmma_wait<0>();
@@ -880,10 +987,11 @@ static void test_votes() {
 // Meeting points
 // =============================================================================
 
-// How many of 20 seeds show a wrong word.
+// How many of 20 seeds show a wrong word, with nobody watching for races.
 static int wrong_seeds(const char* kernel, int count, int ahead, int with_barrier) {
     uint32_t out[256];
     int wrong = 0;
+    emulator::watch_races(with_barrier != 0);
     for (unsigned seed = 0; seed < 20; ++seed) {
         bool bad = false;
         device::buffer_args args = {out, nullptr, with_barrier};
@@ -894,12 +1002,14 @@ static int wrong_seeds(const char* kernel, int count, int ahead, int with_barrie
         }
         wrong += bad;
     }
+    emulator::watch_races(true);
     return wrong;
 }
 
 static int wrong_named(int how) {
     uint32_t out[256];
     int wrong = 0;
+    emulator::watch_races(how != 0);
     for (unsigned seed = 0; seed < 20; ++seed) {
         bool bad = false;
         device::buffer_args args = {out, nullptr, how};
@@ -910,6 +1020,7 @@ static int wrong_named(int how) {
         }
         wrong += bad;
     }
+    emulator::watch_races(true);
     return wrong;
 }
 
@@ -940,17 +1051,18 @@ static void test_meetings() {
     }
 }
 
+alignas(16) static uint32_t source[32]; // of copies
+
 // =============================================================================
 // Asynchronous copies
 // =============================================================================
-
-alignas(16) static uint32_t source[32];
 
 static void test_copies() {
     uint32_t out[16];
     for (int i = 0; i < 16; ++i) {
         source[i] = (uint32_t)(1000 + i);
     }
+    emulator::watch_races(false); // most of these read what is under way
     for (int waited = 0; waited <= 3; ++waited) {
         device::buffer_args args = {out, source, waited};
         run_block("copy_kernel", &args, 64);
@@ -961,6 +1073,7 @@ static void test_copies() {
         }
     }
 #if KMLA_HAS_BULK_COPY
+    emulator::watch_races(true);
     device::buffer_args good = {out, source, 7};
     run_block("bulk_kernel", &good, 40);
     for (int i = 0; i < 16; ++i) {
@@ -977,18 +1090,21 @@ static void test_copies() {
     for (int waits = 0; waits < 2; ++waits) {
         uint32_t lanes[32];
         device::buffer_args args = {lanes, source, waits};
+        emulator::watch_races(waits != 0);
         run_block("copy_arrive_kernel", &args, 520);
         for (uint32_t i = 0; i < 32; ++i) {
             uint32_t landed = i % 2 == 0 ? 1000 + i / 8 : 0;
             expect_equal("copy_arrive", lanes[i], waits ? landed : 0xffffffff);
         }
     }
+    emulator::watch_races(false);
     for (int how = 4; how <= 5; ++how) { // no wait; a wait for the wrong parity
         device::buffer_args bad = {out, source, how};
         run_block("bulk_kernel", &bad, 40);
         expect_equal("bulk copy, not waited for", out[0], 0xffffffff);
     }
 #endif
+    emulator::watch_races(true);
 }
 
 // =============================================================================
@@ -1055,7 +1171,9 @@ static void test_store_matrix(int how) {
 static void test_registers() {
     uint32_t out[256];
     device::buffer_args args = {out, nullptr, 3};
+    emulator::watch_races(false); // registers order no accesses
     run_block("registers_kernel", &args, 16);
+    emulator::watch_races(true);
     for (int i = 0; i < 256; ++i) {
         expect_equal("taken after they were released", out[i], 7);
     }
@@ -1097,6 +1215,40 @@ static void expect_death(const char* kernel, int how, unsigned shared, const cha
     }
 }
 
+// Only where the compiler calls at loads and stores.
+static void test_races() {
+#ifdef __SANITIZE_THREAD__
+    uint32_t out[64];
+    for (unsigned seed = 0; seed < 20; ++seed) {
+        device::buffer_args args = {out, nullptr, 3};
+        kmla_emulator_seed(seed);
+        run_block("same_value_kernel", &args, 16);
+        run_block("read_then_write_kernel", &args, 16);
+        run_block("bytes_kernel", &args, 64);
+        run_block("chain_kernel", &args, 16);
+        expect_equal("a chain", out[0], 6);
+    }
+    expect_death("neighbour_kernel", 0, 1024, "race: ");
+    expect_death("lane_kernel", 0, 1024, "race: ");
+    expect_death("same_value_kernel", 0, 16, "with no barrier between");
+    expect_death("read_then_write_kernel", 0, 16, "with no barrier between");
+    expect_death("chain_kernel", 2, 16, "with no barrier between");
+    expect_death("chain_kernel", 1, 16, "with no barrier between");
+    expect_death("named_barrier_kernel", 0, 256, "race: ");
+    expect_death("copy_kernel", 0, 64, "which a copy under way writes");
+    expect_death("copy_kernel", 2, 64, "which a copy under way writes");
+#if KMLA_HAS_BULK_COPY
+    expect_death("bulk_kernel", 4, 40, "which a copy under way writes");
+    expect_death("bulk_kernel", 5, 40, "which a copy under way writes");
+    expect_death("copy_arrive_kernel", 0, 520, "race: ");
+    device::buffer_args late = {out, source, 1};
+    run_block("late_reader_kernel", &late, 32);
+    expect_equal("waited for by one", out[3], 1003);
+    expect_death("late_reader_kernel", 0, 32, "race: ");
+#endif
+#endif
+}
+
 static void test_mistakes() {
     expect_death("mistake_kernel", 0, 64, "nobody can go on");
     expect_death("mistake_kernel", 1, 64, "while other lanes of the warp are at");
@@ -1119,6 +1271,7 @@ static void test_mistakes() {
     expect_death("mistake_kernel", 15, 64, "threads, where others have");
     expect_death("mistake_kernel", 16, 64, "this warp is there already");
     expect_death("mistake_kernel", 17, 64, "nobody can go on");
+    emulator::watch_races(false); // else these show as races first
     expect_death("named_barrier_kernel", 1, 256, "this warp is there already");
     expect_death("named_barrier_kernel", 2, 256, "this warp is there already");
     expect_death("mistake_kernel", 18, 64, "without this one");
@@ -1128,6 +1281,7 @@ static void test_mistakes() {
     expect_death("mistake_kernel", 21, 64, "more arrivals than the barrier was made for");
     expect_death("pipeline_kernel", 2, 32, "more arrivals than the barrier was made for");
 #endif
+    emulator::watch_races(true);
     expect_death("mistake_kernel", 99, 64, "has a nibble above 7");
 #if KMLA_HAS_WGMMA
     static const char* const wgmma_mistakes[] = {
@@ -1151,10 +1305,15 @@ static void test_mistakes() {
     for (int i = 0; i < 16; ++i) {
         expect_death("wgmma_mistake_kernel", i, 2048, wgmma_mistakes[i]);
     }
+#ifdef __SANITIZE_THREAD__
+    expect_death("wgmma_mistake_kernel", 17, 2048, "race: ");
+    expect_death("wgmma_mistake_kernel", 16, 2048, "no fence_async_reads by thread");
+#endif
     expect_death("mistake_kernel", 22, 64, "20 is not a multiple of 8 from 24 to 256");
     expect_death("mistake_kernel", 23, 64, "36 is not a multiple of 8 from 24 to 256");
     expect_death("mistake_kernel", 24, 64, "32 registers, where the warp has 24");
     expect_death("mistake_kernel", 25, 64, "24 registers, where the warp has 256");
+    emulator::watch_races(false);
     expect_death("registers_kernel", 1, 16, "where another warp had");
     expect_death("registers_kernel", 2, 16, "nobody can go on");
 #endif
@@ -1182,6 +1341,7 @@ int main() {
     }
     test_registers();
 #endif
+    test_races();
     test_mistakes();
     printf("emulator's own instructions sm_%d: %d cases, %d failed\n", KMLA_ARCH, cases, failures);
     return failures != 0;

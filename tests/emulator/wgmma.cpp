@@ -70,51 +70,6 @@ static void take_step(const step& mine) {
 void same_in_warpgroup(const char* instruction, int number) { take_step({instruction, number, 0}); }
 
 // =============================================================================
-// Proxies: wgmma reads shared memory past what other instructions wrote, unless the threads that
-// wrote fence. Only the stores of cp.async and stmatrix are seen; plain ones are not.
-// =============================================================================
-
-struct store {
-    unsigned serial; // 0: none
-    int first_thread, threads;
-};
-static std::vector<store> stores; // the last to each 16 bytes
-static unsigned last_serial;
-static unsigned fenced_serials[max_warps * 32]; // of each thread: stores up to it are visible
-
-static void forget_all_stores() {
-    stores.assign(here.shared_bytes / 16 + 1, store{0, 0, 0});
-    last_serial = 0;
-    memset(fenced_serials, 0, sizeof fenced_serials);
-}
-
-static store& store_to(const void* shared) {
-    return stores[(size_t)((const unsigned char*)shared - here.shared) / 16];
-}
-
-void note_store(const void* shared, int first_thread, int threads) {
-    store_to(shared) = {++last_serial, first_thread, threads};
-}
-
-void forget_stores(const void* shared, unsigned bytes) {
-    for (unsigned i = 0; i < bytes; i += 16) {
-        store_to((const unsigned char*)shared + i).serial = 0;
-    }
-}
-
-void fence_async_reads() { fenced_serials[here.thread] = last_serial; }
-
-static void check_async_read(const char* instruction, const void* shared) {
-    const store& last = store_to(shared);
-    for (int i = last.first_thread; i < last.first_thread + last.threads; ++i) {
-        if (fenced_serials[i] < last.serial) {
-            die("%s: no fence_async_reads by thread %d since it wrote shared offset %lu",
-                instruction, i, (unsigned long)((const unsigned char*)shared - here.shared));
-        }
-    }
-}
-
-// =============================================================================
 // The matrix B
 // =============================================================================
 
@@ -213,7 +168,8 @@ static void issue(void* const operands[32]) {
     take_step({instruction, first.count, first.b});
     check_descriptor(instruction, first.b, first.count * 2);
     for (int i = 0; i < first.count * 4; ++i) {
-        check_async_read(instruction, b_bytes(first.b, i / 2, i % 2));
+        note_read(b_bytes(first.b, i / 2, i % 2), 16, here.thread);
+        check_fenced(instruction, b_bytes(first.b, i / 2, i % 2), 16);
     }
     mine.b = read_b(first.b, first.count * 2);
     mine.group = state.groups;
@@ -259,6 +215,9 @@ static void check_unchanged(const product& done) {
 static void land_oldest(std::deque<product>& in_flight) {
     product done = in_flight.front();
     in_flight.pop_front();
+    for (int i = 0; i < done.lanes[0].count * 4; ++i) {
+        note_read(b_bytes(done.lanes[0].b, i / 2, i % 2), 16, here.thread);
+    }
     check_unchanged(done);
     if (!done.lanes[0].add) {
         done.d.assign(done.d.size(), 0);
@@ -293,7 +252,6 @@ void wgmma_start_block() {
     for (auto& log : logs) {
         log.clear();
     }
-    forget_all_stores();
 }
 
 void wgmma_end_block() {

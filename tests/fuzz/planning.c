@@ -555,6 +555,47 @@ static void try_check_combine(fuzz_bytes* in) {
     }
 }
 
+// Slices lie in the array, hold the rank's heads, and begin where the rank before ends.
+static void try_gather(fuzz_bytes* in) {
+    kmla_gather_desc desc;
+    kmla_gather gather, before;
+    kmla_error error = unwritten;
+    memset(&desc, 0, sizeof desc);
+    desc.heads = any_int(in);
+    desc.ranks = any_int(in);
+    desc.rank = any_int(in);
+    if (desc.ranks > 0 && !fuzz_chance(in, 16)) {
+        desc.rank = (int32_t)((uint32_t)desc.rank % (uint32_t)desc.ranks);
+    }
+    desc.rows = any_int(in);
+    desc.query_format = any_of(in, 3);
+    desc.out_type = any_of(in, 2);
+    desc.equal_slices = any_of(in, 2);
+    desc.stored_heads = fuzz_chance(in, 2) ? any_int(in) : 0;
+    const kmla_status status = kmla_plan_gather(&desc, &gather, &error);
+    check_error(status, &error);
+    if (status != KMLA_OK) {
+        return;
+    }
+    const kmla_slices* arrays[] = {&gather.query, &gather.out, &gather.lse};
+    for (int i = 0; i < 3; i++) {
+        FUZZ_CHECK(arrays[i]->offset_bytes + arrays[i]->slice_bytes <= arrays[i]->bytes);
+        FUZZ_CHECK(arrays[i]->head_stride == desc.rows * arrays[i]->row_stride);
+    }
+    FUZZ_CHECK(gather.local_heads >= 0 && gather.local_heads <= gather.slice_heads);
+    FUZZ_CHECK(gather.gathered_heads >= desc.heads);
+    FUZZ_CHECK(gather.exchanges == (gather.desc.ranks > 1));
+    if (desc.rank > 0) {
+        desc.rank--;
+        FUZZ_CHECK(kmla_plan_gather(&desc, &before, &error) == KMLA_OK);
+        FUZZ_CHECK(before.first_head + before.slice_heads == gather.first_head);
+        FUZZ_CHECK(before.local_heads - gather.local_heads <= 1);
+        FUZZ_CHECK(before.local_heads >= gather.local_heads);
+    } else {
+        FUZZ_CHECK(gather.first_head == 0);
+    }
+}
+
 static void try_check_writers(fuzz_bytes* in) {
     kmla_kv_write kv;
     kmla_query_write query;
@@ -588,6 +629,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
         case 5: try_check_decode(&in); break;
         case 6: try_check_combine(&in); break;
         case 7: try_check_writers(&in); break;
+        case 8: try_gather(&in); break;
         default: try_plan(&in); break;
     }
     return 0;

@@ -199,6 +199,26 @@ static void check_combined(const uint8_t* out, const uint8_t* lse, const double*
     }
 }
 
+// What one part adds to the sum, where part_out is its payload alone.
+static void check_share(kmla_combine combine, int32_t part, double part_lse, double right_lse,
+                        const double* values, const ref_buffer* out, const ref_buffer* lse) {
+    const double weight = isfinite(part_lse) ? exp(part_lse - right_lse) : 0.0;
+    double right[REF_D];
+    kmla_error error;
+    for (int d = 0; d < REF_D; d++) {
+        right[d] = weight > 0.0 ? weight * values[d] : 0.0;
+    }
+    combine.share = part + 1;
+    combine.part_out += (uint64_t)part * REF_D * 4;
+    FUZZ_CHECK(kmla_host_combine(&combine, &error) == KMLA_OK);
+    check_combined(out->data, lse->data, right, right_lse);
+    if (card.gpu != NULL) {
+        memset(out->data, 0xee, out->bytes);
+        FUZZ_CHECK(kmla_gpu_combine(card.gpu, &combine, NULL, &error) == KMLA_OK);
+        check_combined(out->data, lse->data, right, right_lse);
+    }
+}
+
 // Any bits as lse; payloads are numbers where they count, and NaN where they do not.
 static void try_combine(fuzz_bytes* in) {
     enum { MOST_PARTS = 40 };
@@ -238,6 +258,8 @@ static void try_combine(fuzz_bytes* in) {
         FUZZ_CHECK(kmla_gpu_combine(card.gpu, &combine, NULL, &error) == KMLA_OK);
         check_combined(out.data, lse.data, right_out, right_lse);
     }
+    const int32_t part = fuzz_below(in, combine.parts);
+    check_share(combine, part, part_lse[part], right_lse, values[part], &out, &lse);
     ref_buffer_free(&payload);
     ref_buffer_free(&lses);
     ref_buffer_free(&out);

@@ -134,6 +134,28 @@ static void print_cell(const cell* at) {
     fflush(stdout);
 }
 
+// An NVRTC whose second library is not beside it does not open, and says so, unless the loader has
+// that library elsewhere.
+static int check_alone(const char* path) {
+    kmla_gpu_desc desc;
+    kmla_gpu* gpu;
+    kmla_error error;
+    memset(&desc, 0, sizeof desc);
+    desc.without_cuda = 1;
+    desc.nvrtc_path = path;
+    if (kmla_gpu_open(&desc, &gpu, &error) == KMLA_OK) {
+        fprintf(stderr, "%s finds its builtins in the loader's search path\n", path);
+        kmla_gpu_close(gpu);
+        return 0;
+    }
+    if (error.status == KMLA_ERROR_LIBRARY && strstr(error.message, "libnvrtc-builtins")) {
+        fprintf(stderr, "%s does not open, as it should: %s\n", path, error.message);
+        return 0;
+    }
+    fprintf(stderr, "FAILED: %s without its builtins: %s\n", path, error.message);
+    return 1;
+}
+
 int main(int argc, char** argv) {
     kmla_gpu_desc desc;
     kmla_gpu* gpu;
@@ -148,6 +170,9 @@ int main(int argc, char** argv) {
         }
         printf("\n");
         return 0;
+    }
+    if (argc == 3 && strcmp(argv[1], "--alone") == 0) {
+        return check_alone(argv[2]);
     }
     if (argc < 4) {
         fprintf(stderr, "usage: matrix NAME NVRTC_PATH ARCHITECTURE...\n");

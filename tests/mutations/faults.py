@@ -1,7 +1,8 @@
 """The faults that run.py applies. `old` is found exactly once in its file, which is one of
 tools/device/ or kimi_mla.h (there outside the device source); choose it short and telling. `suite`
 names the tests that should see it, `card` the emulated architecture that they run on, `group` the
-one group of device_test that alone should, where the whole suite would take long."""
+one group of device_test that alone should, where the whole suite would take long, or the one test
+of the GPU side with the fake libraries."""
 
 import dataclasses
 
@@ -53,6 +54,10 @@ def host(what, old, new):
     return Fault(what, "kimi_mla.h", old, new, suite="host")
 
 
+def gpu_side(test, what, old, new):
+    return Fault(what, "kimi_mla.h", old, new, suite="gpu side", group=f"test_{test}")
+
+
 FAULTS = [
     # ---- the reader's arithmetic
     reader("accumulators are not rescaled", "        rescale_out(s);\n", ""),
@@ -61,7 +66,8 @@ FAULTS = [
            "unit.weight_reference[i] - (same ? 0 : raised - old);", "unit.weight_reference[i];"),
     reader("maxima above another tile's", "of_tokens(tile)[n] - raised +", "of_tokens(0)[n] - raised +"),
     reader("weights of old references are kept",
-           "        raise_references(s, x, exponent);\n        store_weights(s, x, exponent, sum);\n",
+           "        raise_references(s, x, exponent);\n"
+           "        store_weights(s, x, exponent, sum);\n",
            "        raise_references(s, x, exponent);\n"),
     reader("scores of a group twice", "(sum[slot][2][i] + sum[slot][3][i]);",
            "(sum[slot][2][i] + sum[slot][2][i]);"),
@@ -172,7 +178,7 @@ FAULTS = [
     reader("no barrier between scores and softmax",
            "        sync_block();\n#pragma unroll\n        for (int slot = 0;",
            "#pragma unroll\n        for (int slot = 0;"),
-    reader("no barrier between rounds of scores", "        if (first > 1) {", "        if (false) {"),
+    reader("no barrier between rounds of scores", "if (first > 1) {", "if (false) {"),
     reader("no barrier between weights and PV",
            "sync_block_or(store_weights(s, x, exponent, sum))",
            "ballot(store_weights(s, x, exponent, sum))"),
@@ -198,66 +204,91 @@ FAULTS = [
     reader("copies of the 17th step are those of the first",
            "if (ahead % kLookUpSteps == 0 && ahead < steps) {", "if (false) {"),
 
-    # ---- the Hopper reader. The first two survive: the emulator knows the proxies of stmatrix and
-    # cp.async, not of plain stores; and it switches fibers at meeting points only, where the step's
-    # vote repairs all but a torn read.
+    # ---- the Hopper reader: what it computes
+    hopper("accumulators are not rescaled", "out[m][4 * j + i] *= factor[i % 2];", ";"),
+    hopper("a step that rescales does not say so", "rescaled(s.group) = grown;",
+           "rescaled(s.group) = 0;"),
+    hopper("V's scale moves, its products stay", "factor * now * bits_float(",
+           "factor; (void)bits_float(", group="extreme scales"),
+    hopper("sums are not rescaled by the group's own steps", "        scale_sums(s, s.group);\n",
+           ""),
+    hopper("sums are not rescaled by the other group's steps",
+           "        scale_sums(s, 1 - s.group);\n", ""),
+    hopper("weights of old references are kept",
+           "        store_weights(s, score, power, of_step);\n        fence_async_reads();\n",
+           "        fence_async_reads();\n"),
+    hopper("scores of a group without its scale", "            scale_scores(score, scales",
+           "            (void)(scales"),
+    hopper("scale ratios are dropped", "kPacked ? multiply_f16x2(pair[i], ratio) : pair[i];",
+           "pair[i];"),
+    hopper("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
+    hopper("sums of one group only", "for (int row = 0; row < 2 * kScoreWarps; row++) {",
+           "for (int row = 0; row < kScoreWarps; row++) {"),
+
+    # ---- the Hopper reader: which tokens
+    hopper("no mask at the end of a row", "token + 8 >= range.begin && token + 8 < range.end &&",
+           "token + 8 >= range.begin &&"),
+    hopper("a hole of the table counts as a token", "(tokens >> 8 & 1);", "true;"),
+    hopper("NaN codes of unseen tokens reach the output",
+           "masked ? minimum_f16x2(value, largest) : value;", "value;"),
+    hopper("a whole step is masked too little", "token + kStep <= bounds().full_end &&",
+           "token <= bounds().full_end &&"),
+    hopper("16 values too few at the end", "kStep) + 15) / 16;", "kStep)) / 16;", group="lengths"),
+
+    # ---- the Hopper reader: waiting and meeting
+    hopper("no wait for a step's first run",
+           "    barrier_wait(arrival_of(low.slot), low.parity);\n", ""),
+    hopper("no wait for a step's second run",
+           "    barrier_wait(arrival_of(high.slot), high.parity);\n", ""),
+    hopper("a run ends before its copies by record", "    copy_arrive(arrival_of(slot));\n",
+           "    barrier_arrive(arrival_of(slot));\n"),
+    hopper("a run is copied over one in use",
+           "            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);\n",
+           ""),
     hopper("no proxy fence behind the staged query",
            "        stage_vector(args, s, n);\n    }\n    fence_async_reads();\n",
            "        stage_vector(args, s, n);\n    }\n"),
-    hopper("no barrier behind guessed references",
-           "            guess_references(s, score, exponent);\n        }\n        sync_block();\n",
-           "            guess_references(s, score, exponent);\n        }\n"),
-    hopper("accumulators are not rescaled", "s.out[m][4 * j + 2 + i] *= factor.value[i];", ";"),
-    hopper("sums are not rescaled", "s.sum[j][i] *= of_sum.value[i];", ";"),
-    hopper("weights of old references are kept",
-           "        rescale(s);\n        store_weights(s, score, exponent, sum);\n",
-           "        rescale(s);\n"),
-    hopper("a scale of another group", "scales[i / 2 % 2][g];", "scales[i / 2 % 2][g ^ 1];"),
-    hopper("scale ratios are dropped", "kPacked ? multiply_f16x2(pair[i], ratio) : pair[i];",
-           "pair[i];"),
-    hopper("no mask at the end of a row", "token + 8 >= range.begin && token + 8 < range.end &&",
-           "token + 8 >= range.begin &&"),
-    hopper("a hole of the table counts as a token", "(mask >> 8 & 1);", "true;"),
-    hopper("NaN codes of unseen tokens reach the output",
-           "masked ? minimum_f16x2(value, largest) : value;", "value;"),
-    hopper("kv_scale is dropped from the output", ": args.kv_scale;", ": 1.0f;"),
-    hopper("a whole step is masked too little", "bounds().full_end - first) / kStep;",
-           "bounds().full_end - first + kStep - 1) / kStep;"),
-    hopper("half a step for too many tokens", "bounds().end - token <= kStep / 2 ?",
-           "bounds().end - token <= kStep / 2 + 1 ?", group="lengths"),
-    hopper("sums of the first warp only", "for (int w = 0; w < kWarps; w++) {\n            sum +=",
-           "for (int w = 0; w < 1; w++) {\n            sum +="),
-    hopper("no wait for a step's copies", "        copy_async_wait<0>();\n", ""),
-    hopper("no wait for a step's bulk copies",
-           "        barrier_wait(arrival_of(step), (uint32_t)(step / kStages) & 1);\n", ""),
+    hopper("no fence between weights and their matrix reads",
+           "grown = store_weights(s, score, power, of_step);\n        fence_async_reads();\n",
+           "grown = store_weights(s, score, power, of_step);\n"),
+    hopper("no barrier between the query and its products",
+           "    stage_query(args, s);\n    sync_block();\n", "    stage_query(args, s);\n"),
+    hopper("no barrier after the ranges", "    sync_block();\n    token_walk walk = find_walk();",
+           "    token_walk walk = find_walk();"),
     hopper("codes are converted over those in flight",
            "            wgmma_wait<1>(); // the batch before", "            //"),
-    hopper("no wait for a group's scores", "            wgmma_wait<0>();\n            for (int i",
-           "            for (int i"),
-    hopper("no wait for rope's scores", "    wgmma_wait<0>();\n}\n\nKMLA_DEVICE void codes_to",
-           "}\n\nKMLA_DEVICE void codes_to"),
-    hopper("values are converted over those in flight",
-           "        wgmma_wait<1>(); // the step before", "        //"),
-    hopper("no wait for the last values", "    wgmma_wait<0>();\n}\n\n// ---- the block",
-           "}\n\n// ---- the block"),
-    hopper("no fence between weights and their matrix reads",
-           "    bool grown = store_weights(s, score, exponent, sum);\n    fence_async_reads();\n",
-           "    bool grown = store_weights(s, score, exponent, sum);\n"),
-    hopper("no barrier at the begin of a step",
-           "        sync_block(); // this step is here for all", "        //"),
-    hopper("no barrier between weights and PV", "sync_block_or(grown)", "ballot(grown)"),
+    hopper("no wait for a group's scores",
+           "            wgmma_wait<0>();\n            scale_scores", "            scale_scores"),
+    hopper("no wait for the last scores", "    wgmma_wait<0>();\n}\n\n// ---- scales of values",
+           "}\n\n// ---- scales of values"),
+    hopper("values are converted over those in flight", "        wgmma_wait<buffers - 1>();\n",
+           ""),
+    hopper("no wait for the last values", "        wgmma_wait<buffers - 1>();\n    }\n"
+           "    wgmma_wait<0>();\n", "        wgmma_wait<buffers - 1>();\n    }\n"),
+    hopper("weights are stored over those in use",
+           "        barrier_wait(weights_free(buffer), (uint32_t)(step / 2 - 1) & 1);\n",
+           "        ;\n"),
+    hopper("values do not wait for weights",
+           "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n", ""),
+    hopper("a group takes its turn unasked", "named_barrier_sync(kTurnBarrier + (uint32_t)s.group",
+           "named_barrier_arrive(kTurnBarrier + (uint32_t)s.group"),
+    hopper("no barrier between weights and the vote about them",
+           "    meet_group(s);\n    word4 votes", "    word4 votes"),
+    hopper("no barrier before the maxima's scratch",
+           "    meet_group(s); // the scratch is free", "    //"),
     hopper("no barrier between maxima and references",
-           "    store_tops(s, score, exponent, false);\n    sync_block();",
-           "    store_tops(s, score, exponent, false);"),
-    hopper("no barrier between maxima with exponents and references",
-           "    store_tops(s, score, exponent, true);\n    sync_block();",
-           "    store_tops(s, score, exponent, true);"),
-    hopper("no barrier after the ranges", "    sync_block();\n    read_tokens(",
-           "    read_tokens("),
-    hopper("no barrier before results are stored", "    sync_block();\n    store_results(",
-           "    store_results("),
-    hopper("no barrier between the sums of warps", "    sync_block();\n    int n = thread_index();",
-           "    int n = thread_index();"),
+           "    store_tops<kind>(s, score, power, exponent);\n    meet_group(s);\n",
+           "    store_tops<kind>(s, score, power, exponent);\n"),
+    hopper("no barrier behind new references",
+           "bits_float((254u << 23) - float_bits(before));\n    }\n    meet_group(s);\n",
+           "bits_float((254u << 23) - float_bits(before));\n    }\n"),
+    hopper("no barrier behind new weights", "fence_async_reads();\n        meet_group(s);\n",
+           "fence_async_reads();\n"),
+    hopper("no barrier between the sums of warps",
+           "    named_barrier_sync(kSumBarrier, 2 * kScoreThreads);\n", ""),
+    hopper("results are stored before the sums are known",
+           "    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);\n",
+           "    named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);\n"),
 
     # ---- formats
     records("E4M3 does not saturate", "if (magnitude > float_bits(448.0f)) {", "if (false) {"),
@@ -280,6 +311,11 @@ FAULTS = [
     merge("only the first 32 parts are merged",
           "for (int first = 0; first < args.parts && top > -infinity(); first += 32)",
           "for (int first = 0; first < 1 && top > -infinity(); first += 32)", suite="records"),
+
+    merge("a share reads a payload of weight 0", "weight > 0 && first + i == args.share - 1",
+          "first + i == args.share - 1", group="LC-06 shares"),
+    merge("a share is of the part beside", "first + i == args.share - 1",
+          "first + i == args.share % args.parts", group="LC-06 shares"),
 
     # ---- writers
     writers("a slot past the pool is written", "(uint64_t)slot >= args.kv_slots", "false"),
@@ -309,6 +345,15 @@ FAULTS = [
            "kmla_i_min(kmla_i_max(rest, 0), interleave);", "kmla_i_max(rest, 0);"),
     planner("owners by token, not by run", "(int32_t)(run % full.ranks);",
            "(int32_t)(global_token % full.ranks);"),
+    planner("equal slices begin where dealt heads do", "? desc->rank * widest",
+           "? desc->rank * share"),
+    planner("the longer slices are forgotten in an offset",
+           "desc->rank * share + (int32_t)kmla_i_min(desc->rank, longer);", "desc->rank * share;"),
+    planner("a slice of one row", "(uint64_t)(g->slice_heads * head_bytes)",
+           "(uint64_t)(g->slice_heads * unit_bytes)"),
+    planner("a plan with too few rows is picked", "plans[i]->shape.rows >= rows &&", ""),
+    planner("shares are given the lse of slices",
+           "shares ? gather->desc.stored_heads : gather->slice_heads;", "gather->slice_heads;"),
     planner("causal bound off by one", "(int64_t)rows - 1 - row)", "(int64_t)rows - row)"),
     planner("window off by one", "kmla_i_max(last - rule->window_tokens, 0)",
            "kmla_i_max(last - rule->window_tokens + 1, 0)"),
@@ -351,4 +396,195 @@ FAULTS = [
     host("lse in base 2", "maximum + logf(total));", "(maximum + logf(total)) * 1.442695f);"),
     host("chunk sums in the order of splits only", "    if (chunk->maximum > all->maximum) {",
            "    if (0) {"),
+
+    # ---- libraries, faults, cache, contexts
+    gpu_side("discovery", "a loaded NVRTC is not asked for",
+             "void* library = kmla_i_nvrtc_loaded(name, room);",
+             "void* library = NULL; (void)kmla_i_nvrtc_loaded;"),
+    gpu_side("discovery", "an NVRTC newer than the driver comes first",
+             "for (newer = 0; newer < 2 && !library; ++newer) {",
+             "for (newer = 1; newer >= 0 && !library; --newer) {"),
+    gpu_side("discovery", "NVRTC is not tried in open",
+             "return kmla_i_check_builtins(functions, error);",
+             "(void)kmla_i_check_builtins; return KMLA_OK;"),
+    gpu_side("discovery", "the stub of libcuda is not known",
+             "if (result == KMLA_I_STUB_LIBRARY) {",
+             "if (result == KMLA_I_STUB_LIBRARY + 1) {"),
+    gpu_side("discovery", "the program that tries NVRTC is kept",
+             "    }\n"
+             "    nvrtc->destroy(&program);\n"
+             "    return status;\n"
+             "}\n"
+             "\n"
+             "static kmla_status kmla_i_nvrtc_open",
+             "    }\n"
+             "    return status;\n"
+             "}\n"
+             "\n"
+             "static kmla_status kmla_i_nvrtc_open"),
+    gpu_side("faults", "an object that does not open is kept",
+             "    if (status != KMLA_OK) {\n"
+             "        KMLA_FREE(opened);\n"
+             "        return status;\n"
+             "    }\n"
+             "    *gpu = opened;",
+             "    if (status != KMLA_OK) {\n"
+             "        return status;\n"
+             "    }\n"
+             "    *gpu = opened;"),
+    gpu_side("faults", "the module of support kernels is kept after an error",
+             "    if (status != KMLA_OK) {\n"
+             "        gpu->cuda.module_unload(support.module);\n"
+             "        return status;",
+             "    if (status != KMLA_OK) {\n"
+             "        return status;"),
+    gpu_side("faults", "a reader's module is kept after an error",
+             "        gpu->cuda.module_unload(reader.module);\n"
+             "        return status;",
+             "        return status;"),
+    gpu_side("faults", "the context's id may be unknown",
+             "status = result ? kmla_i_fail_cuda(gpu, error, \"cuCtxGetId\", result) : KMLA_OK;",
+             "(void)result;"),
+    gpu_side("faults", "an image without its CUBIN is kept",
+             "    if (result != 0) {\n"
+             "        KMLA_FREE(data);\n",
+             "    if (result != 0) {\n"),
+    gpu_side("faults", "NVRTC's log is kept",
+             "    KMLA_FREE(text);\n"
+             "    if (compile_result == 0)",
+             "    if (compile_result == 0)"),
+    gpu_side("faults", "the program of a compile is kept",
+             "        status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);\n"
+             "    }\n"
+             "    nvrtc->destroy(&program);",
+             "        status = kmla_i_take_cubin(nvrtc, program, plan, device, image, error);\n"
+             "    }"),
+    gpu_side("faults", "the source text is kept",
+             "    KMLA_FREE(source);\n"
+             "    return status;",
+             "    return status;"),
+    gpu_side("faults", "a failed compile writes the image",
+             "    if (status == KMLA_OK) {\n"
+             "        *image = made;\n"
+             "    }",
+             "    *image = made;"),
+    gpu_side("faults", "a function that cannot be loaded is used",
+             "result = gpu->cuda.function_load(*function);",
+             "result = 0;"),
+    gpu_side("faults", "an unknown state of capture is taken for none",
+             "    if (result != 0) {\n"
+             "        return kmla_i_fail_cuda(gpu, error, \"cuStreamIsCapturing\", result);\n"
+             "    }\n",
+             ""),
+    gpu_side("faults", "copies of the tables are kept",
+             "    KMLA_FREE(copies[0]);\n",
+             ""),
+    gpu_side("faults", "a reader is listed before it is loaded",
+             "    status = kmla_i_load_function(gpu, reader.module, \"kmla_reader\", "
+             "plan->shared_bytes,\n"
+             "                                  &reader.function, error);\n",
+             "    reader.variant = kmla_plan_variant(plan);\n"
+             "    gpu->readers[gpu->reader_count++] = reader;\n"
+             "    gpu->reader_count -= 0;\n"
+             "    status = kmla_i_load_function(gpu, reader.module, \"kmla_reader\", "
+             "plan->shared_bytes,\n"
+             "                                  &reader.function, error);\n"),
+    gpu_side("cache", "an entry keeps its temporary name",
+             "static int kmla_i_replace(const char* from, const char* to) { return "
+             "rename(from, to) == 0; }",
+             "static int kmla_i_replace(const char* from, const char* to) { return "
+             "rename(from, to) != 5; }"),
+    gpu_side("cache", "an entry is written in place",
+             "kmla_i_file_path((const char*)user, key, ending, temporary);",
+             "kmla_i_file_path((const char*)user, key, \".kmla\", temporary); (void)ending;"),
+    gpu_side("cache", "temporary names are all the same",
+             "(long)kmla_i_process(), number);",
+             "(long)7, 0 * number);"),
+    gpu_side("cache", "what the cache gives is not checked",
+             "        kmla_i_check_image(&loaded, plan, device, NULL) != KMLA_OK) {",
+             "        0) {"),
+    gpu_side("cache", "the checksum of an image is not looked at",
+             "    if (head->checksum != kmla_i_image_checksum((const unsigned "
+             "char*)data, bytes)) {",
+             "    if (0) {"),
+    gpu_side("cache", "a group may write to the cache",
+             "(folder->st_mode & 022) != 0",
+             "(folder->st_mode & 002) != 0"),
+    gpu_side("cache", "another user's cache is used",
+             "(folder->st_uid != geteuid() && folder->st_uid != 0)",
+             "0"),
+    gpu_side("cache", "a pipe in the cache is waited for",
+             "(O_RDONLY | O_NONBLOCK | KMLA_I_FILE_FLAGS)",
+             "(O_RDONLY | KMLA_I_FILE_FLAGS)"),
+    gpu_side("cache", "half an entry stays",
+             "        remove(temporary);\n",
+             "        ;\n"),
+    gpu_side("cache", "NVRTC's version is not in the key",
+             "(unsigned long long)head->source_hash, (int)nvrtc_release);",
+             "(unsigned long long)head->source_hash, (int)(nvrtc_release * 0));"),
+    gpu_side("cache", "the header's version is not in the key",
+             "\"%d %016llx %d\", (int)head->version,",
+             "\"%d %016llx %d\", (int)(head->version * 0),"),
+    gpu_side("cache", "the source is not in the key",
+             "(unsigned long long)head->source_hash, (int)nvrtc_release);",
+             "0ull, (int)nvrtc_release);"),
+    gpu_side("cache", "the architecture is not in the key",
+             "    for (i = 0; i < options->count; ++i) { // each with",
+             "    for (i = 1; i < options->count; ++i) { // each with"),
+    gpu_side("cache", "a log is not worth a compile",
+             "status = kmla_i_make_image(gpu, plan, device, log, !log, &made, &loaded, error);",
+             "status = kmla_i_make_image(gpu, plan, device, log, 1, &made, &loaded, error);"),
+    gpu_side("cache", "what the driver refuses is not rebuilt",
+             "if (status != KMLA_OK && loaded) {",
+             "if (0) {"),
+    gpu_side("cache", "an entry's size is believed",
+             "if (bytes == 0 || bytes > KMLA_I_MOST_IMAGE_BYTES) {",
+             "if (bytes == 0) {"),
+    gpu_side("cache", "half a read is enough",
+             "cache->load(cache->user, key, loaded.data, bytes) != bytes",
+             "cache->load(cache->user, key, loaded.data, bytes) == 0"),
+    gpu_side("cache", "a bad entry is kept in memory",
+             "        kmla_image_free(&loaded);\n"
+             "        return 0;",
+             "        return 0;"),
+    gpu_side("cache", "files of the cache stay open",
+             "    kmla_i_close(file);\n"
+             "    return bytes;",
+             "    return bytes;"),
+    gpu_side("cache", "the cache is for all to read",
+             "mkdir(path, 0700)",
+             "mkdir(path, 0755)"),
+    gpu_side("cache", "entries are for all to read",
+             "#define KMLA_I_FILE_MODE 0600",
+             "#define KMLA_I_FILE_MODE 0644"),
+    gpu_side("cache", "another's temporary file is written to",
+             "O_WRONLY | O_CREAT | O_EXCL | O_SYNC",
+             "O_WRONLY | O_CREAT | O_SYNC"),
+    gpu_side("cache", "a cached image is nobody's to free",
+             "    image->borrowed = 0;\n"
+             "    return 1;",
+             "    return 1;"),
+    gpu_side("contexts", "any context will do",
+             "if (gpu->context && *context != gpu->context) {",
+             "if (0) {"),
+    gpu_side("contexts", "a dead context's address will do",
+             "if (status == KMLA_OK && gpu->context && context_id != gpu->context_id) {",
+             "if (0) {"),
+    gpu_side("contexts", "close leaves its context current",
+             "gpu->cuda.context_pop(NULL);",
+             ";"),
+    gpu_side("contexts", "launches share their arguments",
+             "    const kmla_i_reader* reader = NULL;\n"
+             "    struct kmla_i_reader_args reader_args;",
+             "    const kmla_i_reader* reader = NULL;\n"
+             "    static struct kmla_i_reader_args reader_args;"),
+    gpu_side("contexts", "a function is left to load at its first launch",
+             "result = gpu->cuda.function_load(*function);",
+             "result = 0;"),
+    gpu_side("contexts", "a green context has all of the card's SMs",
+             "        *count = (int32_t)resource.multiprocessors;",
+             "        ;"),
+    gpu_side("contexts", "a green context of no SMs",
+             "        resource.multiprocessors > 0) {",
+             "        1) { *count = -1;"),
 ]

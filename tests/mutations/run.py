@@ -100,7 +100,9 @@ def tests_of(fault, base):
                    "corpus/records")
     on_host = Test("device_test --host", f"{PLAIN} -O2 device.c -o t5 -lm -ldl -lpthread",
                    "./t5 --host --quick")
-    return {"planner": [planning, fuzz, host], "host": [host, on_host],
+    gpu_side = Test(fault.group, f"make build/libfake.so build/{fault.group} WARNINGS=",
+                    f"./build/{fault.group}")
+    return {"planner": [planning, fuzz, host], "host": [host, on_host], "gpu side": [gpu_side],
             "records": [records, random, device],
             "device": [device] if fault.group else [random, device]}[fault.suite]
 

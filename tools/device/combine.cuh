@@ -3,7 +3,11 @@
 #ifndef KMLA_TILE // support kernels
 
 KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {
-    weighted_sum<false>(args);
+    if (args.share > 0) {
+        weighted_sum<false, true>(args);
+    } else {
+        weighted_sum<false, false>(args);
+    }
 }
 
 #endif

@@ -2,11 +2,10 @@
 //
 // As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
 // and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 64 tokens. Two warpgroups score (QK and softmax, 16 tokens a warp), one the even
-// steps and one the odd, each into a weight buffer of its own; two weigh values with these (PV, 64
-// dims a warp) and copy records into a ring of runs of 32 tokens. The score groups take turns at
-// softmax, so that each step's references are the next's. With small tiles these are four groups;
-// large ones leave registers for two, which do both: each scores a step, then both weigh two.
+// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
+// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
+// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
+// take turns at softmax, so that each step's references are the next's.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
 // outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
@@ -15,12 +14,9 @@
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
 constexpr int kScoreWarps = 4; // of a group
-constexpr int kValueWarps = 8;
-constexpr int kFirstValueWarp = kWide ? 0 : 2 * kScoreWarps;
+constexpr int kValueWarps = kWarps - 2 * kScoreWarps;
 constexpr int kScoreThreads = 32 * kScoreWarps, kValueThreads = 32 * kValueWarps;
-constexpr int kEndThreads = kWide ? kThreads : kScoreThreads + kValueThreads; // that meet at the end
-// Registers of a thread that scores and of one that weighs, if they are not the same; all start with
-// 128.
+// Registers of a thread that scores and of one that weighs; all start with 128.
 constexpr int kScoreRegisters = kTile > 48 ? 96 : kTile > 40 ? 112 : 128;
 constexpr int kValueRegisters = 256 - kScoreRegisters;
 // Named barriers; 0 is the block's.
@@ -30,7 +26,7 @@ constexpr uint32_t kTurnBarrier = 5;  // likewise: the group may begin its softm
 
 constexpr int kBlocksOf64 = KMLA_QUERY_DIMS / 64; // of dims: 128 swizzled bytes a vector each
 constexpr int kGroupSteps = KMLA_GROUP_DIMS / 16; // k16 steps of a scale's dims
-constexpr int kBatchSteps = 2; // of QK: converted while the batch before is multiplied
+constexpr int kBatchSteps = kTile <= 32 ? 4 : 2; // of QK: converted while others are multiplied
 constexpr int kBatches = KMLA_QUERY_DIMS / 16 / kBatchSteps;
 constexpr int kLatentBatches = KMLA_LATENT_DIMS / 16 / kBatchSteps;
 constexpr int kRunTokens = KMLA_I_STEP_TOKENS; // of one bulk copy: they lie in one page
@@ -137,7 +133,7 @@ KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {
 
 // ---- the query: 8 or 16 lanes a vector, so that few threads idle; 16 dims a lane and part
 
-constexpr int kQueryLanes = kThreads >= 16 * kTile ? 16 : 8;
+constexpr int kQueryLanes = KMLA_I_HOPPER_THREADS >= 16 * kTile ? 16 : 8;
 constexpr int kQueryParts = (KMLA_QUERY_DIMS / 16 + kQueryLanes - 1) / kQueryLanes;
 
 KMLA_DEVICE void codes_to_bf16(const word4& codes, float scale, uint32_t (&pair)[8]) {
@@ -291,7 +287,8 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
 
 KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {
 #pragma unroll 1
-    for (int n = thread_index() / kQueryLanes; n < kTile; n += kThreads / kQueryLanes) {
+    for (int n = thread_index() / kQueryLanes; n < kTile;
+         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {
         stage_vector(args, s, n);
     }
     fence_async_reads();
@@ -301,11 +298,7 @@ KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& 
 
 KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecordBytes && s.bulk; }
 
-// In bulk: lanes 0, 1 .. of one value warp take a run each. Of two groups that do both it is of the
-// one that scores a pair's later step, which is last to be done with the earlier one's values.
-KMLA_DEVICE bool is_copier(const block_place& s, const token_walk& walk) {
-    return s.warp == (kWide ? kScoreWarps * (1 - walk.odd) : 0);
-}
+// In bulk: lanes 0, 1 .. of the first value warp take a run each.
 
 // The table's entry for the page of a run, -1 if none of its tokens is wanted.
 KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {
@@ -367,7 +360,7 @@ KMLA_DEVICE void copy_first_runs(const kmla_i_reader_args& args, const block_pla
                                  const token_walk& walk) {
     int runs = minimum(kStages, 2 * walk.steps);
     if (copies_in_bulk(s)) {
-        if (is_copier(s, walk) && s.lane < runs) {
+        if (s.warp == 0 && s.lane < runs) {
             int token = walk.first + s.lane * kRunTokens;
             copy_run_in_bulk(args, s.lane, token, look_up_run(args, s, token));
         }
@@ -395,7 +388,7 @@ KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s
     if (!copies_in_bulk(s)) {
         next.entry[0] = look_up_record(args, s, token);
         next.entry[1] = look_up_record(args, s, token + kRunTokens);
-    } else if (is_copier(s, walk) && s.lane < 2) {
+    } else if (s.warp == 0 && s.lane < 2) {
         next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);
     }
 }
@@ -409,7 +402,7 @@ KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_plac
             copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,
                                 next.entry[i]);
         }
-    } else if (is_copier(s, walk) && s.lane < 2 && s.lane < left) {
+    } else if (s.warp == 0 && s.lane < 2 && s.lane < left) {
         copy_run_in_bulk(args, place_after(place, s.lane).slot, token + s.lane * kRunTokens,
                          next.entry[0]);
     }
@@ -868,14 +861,12 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
     }
     if (grown) {
         raise_references(s, first, score, power, exponent);
-        pass_turn(s);
         scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
         meet_group(s);
-    } else {
-        pass_turn(s);
     }
+    pass_turn(s); // of the references nothing is read any more
     add_to_sums(s, of_step);
 }
 
@@ -928,56 +919,54 @@ KMLA_DEVICE score_place find_score_place(int thread) {
     return s;
 }
 
-// A step of the group: its weights, ratios and what it says into the group's buffer. `low`: place of
-// the first of its two runs.
-KMLA_DEVICE void score_step(const token_walk& walk, int step, ring_place low) {
-    // Addresses take no registers from step to step, nor beside the products.
-    score_place s = find_score_place(opaque(thread_index()));
-    ring_place high = place_after(low, 1);
-    int token = walk.first + step * kStep;
-    bool full = wait_for_runs(token, low, high);
-    int slot = s.warp < 2 ? low.slot : high.slot;
-    uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
-    const uint8_t* record = records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
-    accumulators score;
-    int exponent[2] = {0, 0};
-    multiply_keys(s, record, score);
-    s = find_score_place(opaque(thread_index()));
-    take_buffer(s.group, step);
-    if (kPacked) {
-        store_ratios(s, record, s.group, exponent);
+KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
+    score_place s = find_score_place(thread_index());
+    for (int j = 0; j < kColumns; j++) {
+        sums_of(s, j) = word2{0, 0};
     }
-    if (!full) {
-        mask_scores(s, token, tokens, score);
+    int step = s.group ^ walk.odd; // the group's first
+    ring_place low = place_after(ring_place{0, 0}, 2 * step);
+#pragma unroll 1
+    for (; step < walk.steps; step += 2) {
+        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
+        ring_place high = place_after(low, 1);
+        int token = walk.first + step * kStep;
+        bool full = wait_for_runs(token, low, high);
+        int slot = s.warp < 2 ? low.slot : high.slot;
+        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
+        const uint8_t* record =
+            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
+        accumulators score;
+        int exponent[2] = {0, 0};
+        multiply_keys(s, record, score);
+        s = find_score_place(opaque(thread_index()));
+        take_buffer(s.group, step);
+        if (kPacked) {
+            store_ratios(s, record, s.group, exponent);
+        }
+        if (!full) {
+            mask_scores(s, token, tokens, score);
+        }
+        if (step > 0) {
+            take_turn(s);
+        }
+        softmax_step(s, step == 0, score, exponent);
+        if (s.thread == 0) {
+            barrier_arrive(weights_ready(s.group));
+        }
+        low = place_after(low, 4);
     }
-    if (step > 0) {
-        take_turn(s);
-    }
-    softmax_step(s, step == 0, score, exponent);
-    if (s.thread == 0) {
-        barrier_arrive(weights_ready(s.group));
-    }
-}
-
-// `step`: the group's first that is not there.
-KMLA_DEVICE void end_scores(const kmla_i_reader_args& args, const token_walk& walk, int step) {
-    score_place s = find_score_place(opaque(thread_index()));
+    launch_dependents();
     if (step == walk.steps && step > 0) { // the last step was the other group's
         take_turn(s);
     }
     int next = (walk.steps + walk.odd) % 2;
     take_buffer(next, walk.steps);
     finish_softmax(args, s, next);
-}
-
-KMLA_DEVICE void clear_sums() {
-    score_place s = find_score_place(thread_index());
-    for (int j = 0; j < kColumns; j++) {
-        sums_of(s, j) = word2{0, 0};
+    if (s.group == 0) {
+        named_barrier_arrive(kEndBarrier, kScoreThreads + kValueThreads);
     }
 }
-
-KMLA_DEVICE int score_group() { return thread_index() / kScoreThreads; }
 
 // ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
 
@@ -1058,119 +1047,50 @@ KMLA_DEVICE void rescale(const block_place& s, int buffer, accumulators (&out)[4
     }
 }
 
-// What a value thread knows of copies and the ring.
-struct value_state {
-    next_copies next;
-    ring_place place, before; // of the first run of the step, and of the step before
-};
-
-// Starts the copies in place of the runs of the step before this, when all are done with these.
-KMLA_DEVICE void refill_ring(const kmla_i_reader_args& args, const block_place& s,
-                             const token_walk& walk, int step, value_state& v) {
-    int buffer = (step - 1 + walk.odd) % 2;
-    if (step > 0 && (!copies_in_bulk(s) || is_copier(s, walk))) {
-        barrier_wait(weights_free(buffer), (uint32_t)((step - 1) / 2) & 1);
-        copy_next_runs(args, s, walk, v.before, v.next);
-    }
-}
-
-// A step's products.
-KMLA_DEVICE void value_step(const block_place& s, const token_walk& walk, int step, value_state& v,
-                            accumulators (&out)[4]) {
-    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
-    int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
-    word2 raw[4];
-    ring_place after = place_after(v.place, 1);
-    bool full = wait_for_runs(token, v.place, after);
-    const uint8_t* low = records_of(v.place.slot) + offset;
-    const uint8_t* high = records_of(after.slot) + offset;
-    load_values(low, raw);
-    barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
-    if (rescaled(buffer)) {
-        rescale(s, buffer, out);
-    }
-    if (full) {
-        multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
-    } else {
-        int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
-        multiply_values<true>(s, low, high, steps, buffer, raw, out);
-    }
-    if (s.lane == 0) {
-        barrier_arrive(weights_free(buffer));
-    }
-    v.before = v.place;
-    v.place = place_after(after, 1);
-}
-
-KMLA_DEVICE void begin_values(const kmla_i_reader_args& args, const block_place& s,
-                              const token_walk& walk, value_state& v, accumulators (&out)[4]) {
+// s.warp counts from the first value warp.
+KMLA_DEVICE void weigh_values(const kmla_i_reader_args& args, const block_place& s,
+                              const token_walk& walk) {
+    accumulators out[4];
 #pragma unroll
     for (int m = 0; m < 4; m++) {
         for (int i = 0; i < kColumns * 4; i++) {
             out[m][i] = 0;
         }
     }
-    v = value_state{{kStages, {-1, -1}}, {0, 0}, {0, 0}};
-    look_ahead(args, s, walk, v.next);
-}
-
-// ---- the walks over a block's steps
-
-KMLA_DEVICE void walk_scores(const kmla_i_reader_args& args, const token_walk& walk) {
-    int step = score_group() ^ walk.odd; // the group's first
-    ring_place low = place_after(ring_place{0, 0}, 2 * step);
-    clear_sums();
-#pragma unroll 1
-    for (; step < walk.steps; step += 2) {
-        score_step(walk, step, low);
-        low = place_after(low, 4);
-    }
-    launch_dependents();
-    end_scores(args, walk, step);
-    if (score_group() == 0) {
-        named_barrier_arrive(kEndBarrier, kEndThreads);
-    }
-}
-
-KMLA_DEVICE void walk_values(const kmla_i_reader_args& args, const block_place& s,
-                             const token_walk& walk) {
-    accumulators out[4];
-    value_state v;
-    begin_values(args, s, walk, v, out);
+    int offset = 2 * s.column * kPitch + 64 * s.warp + 8 * s.row_in_quad; // of the thread's bytes
+    next_copies next = {kStages, {-1, -1}};
+    look_ahead(args, s, walk, next);
+    ring_place place = {0, 0}, before = {0, 0};
 #pragma unroll 1
     for (int step = 0; step < walk.steps; step++) {
-        refill_ring(args, s, walk, step, v); // a step late: nobody waits for the slowest warp
-        value_step(s, walk, step, v, out);
-    }
-    named_barrier_sync(kEndBarrier, kEndThreads);
-    store_results(args, s, out);
-}
-
-// Both: a group scores one of two steps, then weighs both.
-KMLA_DEVICE void walk_both(const kmla_i_reader_args& args, const block_place& s,
-                           const token_walk& walk) {
-    accumulators out[4];
-    value_state v;
-    int own = score_group() ^ walk.odd;
-    clear_sums();
-    begin_values(args, s, walk, v, out);
-#pragma unroll 1
-    for (int first = 0; first < walk.steps; first += 2) {
-        refill_ring(args, s, walk, first, v);
-        if (first + own < walk.steps) {
-            score_step(walk, first + own, place_after(v.place, 2 * own));
+        int buffer = (step + walk.odd) % 2, token = walk.first + step * kStep;
+        word2 raw[4];
+        if (step > 0) { // a step late, so that nobody waits for the slowest warp
+            barrier_wait(weights_free(1 - buffer), (uint32_t)((step - 1) / 2) & 1);
+            copy_next_runs(args, s, walk, before, next);
         }
-#pragma unroll 1
-        for (int step = first; step < first + 2 && step < walk.steps; step++) {
-            if (step > first) {
-                refill_ring(args, s, walk, step, v);
-            }
-            value_step(s, walk, step, v, out);
+        ring_place after = place_after(place, 1);
+        bool full = wait_for_runs(token, place, after);
+        const uint8_t* low = records_of(place.slot) + offset;
+        const uint8_t* high = records_of(after.slot) + offset;
+        load_values(low, raw);
+        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);
+        if (rescaled(buffer)) {
+            rescale(s, buffer, out);
         }
+        if (full) {
+            multiply_values<false>(s, low, high, kStep / 16, buffer, raw, out);
+        } else {
+            int steps = (minimum(bounds().end - token, kStep) + 15) / 16;
+            multiply_values<true>(s, low, high, steps, buffer, raw, out);
+        }
+        if (s.lane == 0) {
+            barrier_arrive(weights_free(buffer));
+        }
+        before = place;
+        place = place_after(after, 1);
     }
-    launch_dependents();
-    end_scores(args, walk, (walk.steps - own + 1) / 2 * 2 + own);
-    named_barrier_sync(kEndBarrier, kEndThreads);
+    named_barrier_sync(kEndBarrier, kScoreThreads + kValueThreads);
     store_results(args, s, out);
 }
 
@@ -1187,7 +1107,7 @@ KMLA_DEVICE void init_barriers(const block_place& s) {
     barrier_init_fence();
 }
 
-KMLA_KERNEL(kmla_reader, kmla_i_reader_args, kThreads, 1) {
+KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     wait_dependency();
     if (block_z() == args.groups) {
         clear_dead_rows(args);
@@ -1204,20 +1124,19 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, kThreads, 1) {
     find_ranges(args, s, weight_block(0));
     sync_block();
     token_walk walk = find_walk();
-    s.warp -= kFirstValueWarp;
-    if (s.warp >= 0) {
+    bool scores = s.warp < 2 * kScoreWarps;
+    s.warp -= 2 * kScoreWarps;
+    if (!scores) {
         copy_first_runs(args, s, walk);
     }
     stage_query(args, s);
     sync_block();
-    if (kWide) {
-        walk_both(args, s, walk);
-    } else if (s.warp < 0) {
+    if (scores) {
         registers_release<kScoreRegisters>();
-        walk_scores(args, walk);
+        score_tokens(args, walk);
     } else {
         registers_take<kValueRegisters>();
-        walk_values(args, s, walk);
+        weigh_values(args, s, walk);
     }
 }
 

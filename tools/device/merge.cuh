@@ -71,11 +71,32 @@ KMLA_DEVICE void add_parts(const kmla_i_combine_args& args, int64_t at, int firs
     }
 }
 
+// Adds the weights of those parts, but elements of one part only: the share's, which part_out is
+// of. Where that weighs nothing they are not read, whatever they hold.
+KMLA_DEVICE void add_share(const kmla_i_combine_args& args, int64_t at, int first, int count,
+                           float lane_weight, weighted& all) {
+    for (int i = 0; i < count; i++) {
+        float weight = shuffle(lane_weight, i), x[4];
+        all.sum += weight;
+        if (weight > 0 && first + i == args.share - 1) {
+            if (args.part_type == KMLA_FP32) {
+                numbers_of(((const word4*)args.part_out)[at / 4], x);
+            } else {
+                numbers_of(((const word2*)args.part_out)[at / 4], x);
+            }
+            for (int d = 0; d < 4; d++) {
+                all.out[d] = weight * x[d];
+            }
+        }
+    }
+}
+
 // out = sum(w o) / sum(w), lse = m + ln(sum w), w = exp(lse - m), m = max lse; parts ascending.
 // A part of weight 0 is not read. In the merge a NaN lse makes the vector NaN, and +inf says that
 // its split has written the result itself; in the combine both are empty parts, like -inf. One
 // block a vector, four dims a thread; each warp finds the weights, a part a lane.
-template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {
+template <bool is_merge, bool is_share>
+KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {
     const float log2_e = 1.44269504f, ln_2 = 0.693147181f;
     int head = block_x(), row = block_y(), dim = thread_index() * 4;
     float top = -infinity();
@@ -110,7 +131,9 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
         bool counts = lse > -infinity() && lse < infinity();
         float weight = counts ? exp2_fast((lse - top) * log2_e) : 0;
         int count = minimum(args.parts - first, 32);
-        if (args.part_type == KMLA_FP32) {
+        if (is_share) {
+            add_share(args, at, first, count, weight, all);
+        } else if (args.part_type == KMLA_FP32) {
             add_parts<word4>(args, at, first, count, weight, top_part, all);
         } else {
             add_parts<word2>(args, at, first, count, weight, top_part, all);
@@ -133,7 +156,7 @@ template <bool is_merge> KMLA_DEVICE void weighted_sum(const kmla_i_combine_args
 
 KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {
     wait_dependency();
-    weighted_sum<true>(args);
+    weighted_sum<true, false>(args);
 }
 
 #endif

@@ -21,15 +21,13 @@ constexpr int kPitch = kPacked ? KMLA_I_PITCH_PACKED
                                : KMLA_I_PITCH_BF16;
 constexpr int kStages = KMLA_STAGES;
 constexpr int kResident = KMLA_RESIDENT; // blocks that are to share an SM
-constexpr bool kWide = kHopper && kTile >= KMLA_I_HOPPER_WIDE_TILE; // as the host's plan.threads
-constexpr int kThreads = kHopper && !kWide ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = (kHopper ? KMLA_I_HOPPER_THREADS : KMLA_I_READER_THREADS) / 32;
 constexpr int kStep = kHopper ? KMLA_I_HOPPER_STEP_TOKENS
                       : kBf16 ? KMLA_I_STEP_TOKENS
                               : KMLA_I_FP8_STEP_TOKENS;
 constexpr int kWarpTokens = kStep / kWarps; // of the portable reader's step, for look-ups and copies
 constexpr int kGroups = KMLA_LATENT_DIMS / KMLA_GROUP_DIMS;
-constexpr int kLanesPerVector = kWide ? 2 : kHopper ? 4 : 8; // that know a vector's range
+constexpr int kLanesPerVector = kHopper ? 4 : 8; // that know a vector's range
 
 struct block_place {
     // Where the thread is.

@@ -1,0 +1,9 @@
+// direct.h - what the header asks of Microsoft's, for a compile that links nothing.
+#pragma once
+#ifdef __cplusplus
+extern "C" {
+#endif
+int __cdecl _mkdir(const char* path);
+#ifdef __cplusplus
+}
+#endif
