@@ -7412,16 +7412,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     {"hopper.cuh", 1,
      "// The Hopper reader: sm_90a, wgmma. FP8 KV; BF16 KV is the portable reader's.\n"
      "//\n"
-     "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,\n"
-     "// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared\n"
-     "// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a\n"
-     "// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values\n"
-     "// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups\n"
-     "// take turns at softmax, so that each step's references are the next's.\n"
+     "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T\n"
+     "// P^T, and A comes from registers, converted from raw bytes. B, the query and the weights, lies in\n"
+     "// shared memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16\n"
+     "// tokens a warp), one the even steps and one the odd, each into a weight buffer of its own; two\n"
+     "// weigh values with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens.\n"
+     "// The score groups take turns at softmax, so that each step's references are the next's.\n"
      "//\n"
      "// Weights are computed with the references that are there; a vote says whether some vector has\n"
-     "// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's\n"
-     "// value depends on its own scores alone.\n"
+     "// outgrown its own, and only then maxima are taken and the step's weights computed again. A\n"
+     "// vector's value depends on its own scores alone.\n"
      "\n"
      "#if defined(KMLA_TILE) && defined(KMLA_HOPPER)\n"
      "\n"
@@ -7452,7 +7452,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]\n"
      "constexpr int kStateAt = kRatiosAt + (kPacked \? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]\n"
      "constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]\n"
-     "static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES,\n"
+     "              \"host and device layouts differ\");\n"
      "\n"
      "// Behind what both readers have there: barriers of the weight buffers, votes, what a step says.\n"
      "constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);\n"
@@ -7478,7 +7479,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
     },
-    {"hopper.cuh", 68,
+    {"hopper.cuh", 69,
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
      "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
@@ -7568,7 +7569,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// score_scale.\n"
      "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
     },
-    {"hopper.cuh", 156,
+    {"hopper.cuh", 157,
      "                                  uint32_t (&pair)[8]) {\n"
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
@@ -7660,7 +7661,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    vector = s.first_vector + q.n;\n"
      "    q.exists = q.n < kTile && vector < s.vectors;\n"
     },
-    {"hopper.cuh", 246,
+    {"hopper.cuh", 247,
      "    q.plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;\n"
      "    q.record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
      "               vector % args.heads * args.query_head_stride;\n"
@@ -7765,7 +7766,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// Zeros where there is no record.\n"
     },
-    {"hopper.cuh", 349,
+    {"hopper.cuh", 350,
      "KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,\n"
      "                                     int token, int entry) {\n"
      "    const int share = kRunTokens / kValueWarps;\n"
@@ -7864,7 +7865,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "};\n"
      "\n"
     },
-    {"hopper.cuh", 446,
+    {"hopper.cuh", 447,
      "// Descriptor of a k16 step of the query, from that of the first.\n"
      "KMLA_DEVICE uint64_t query_descriptor(uint64_t first, int step_of_16) {\n"
      "    return first + (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);\n"
@@ -7909,7 +7910,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Codes are multiplied as they are, group by group into the same sums. Between groups these are\n"
-     "// multiplied by the token's scale of the group before over that of the next, in the end by the last.\n"
+     "// multiplied by the token's scale of the group before over that of the next, in the end by the\n"
+     "// last.\n"
      "struct key_scales {\n"
      "    float factor[2][kGroups]; // of the thread's two tokens: behind each group\n"
      "};\n"
@@ -7928,7 +7930,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int g = 0; g < kGroups; g++) {\n"
      "            largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);\n"
      "        }\n"
-     "        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.\n"
+     "        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the\n"
+     "        // largest.\n"
      "        uint32_t power = largest & 0x7F800000u;\n"
      "        float to_one = bits_float((254u << 23) - (power < 253u << 23 \? power : 253u << 23));\n"
      "        float before = 1;\n"
@@ -7960,7 +7963,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }\n"
      "\n"
     },
-    {"hopper.cuh", 540,
+    {"hopper.cuh", 543,
      "KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "    if (is_rope_of_bf16(batch)) {\n"
      "        load_rope(record, column, batch - kLatentBatches, raw);\n"
@@ -8023,7 +8026,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return kMidExponent + (int)(float_bits(power) >> 23) - 127;\n"
      "}\n"
      "\n"
-     "// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the buffer.\n"
+     "// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the\n"
+     "// buffer.\n"
      "KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,\n"
      "                              float (&of_token)[2]) {\n"
      "#pragma unroll\n"
@@ -8050,7 +8054,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
     },
-    {"hopper.cuh", 628,
+    {"hopper.cuh", 632,
      "// ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors\n"
      "\n"
      "// What a vector does not see has the score -inf. `tokens`: those of the warp that exist.\n"
@@ -8127,7 +8131,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int chunk = s.warp * 2 + s.lane / 8 % 2;\n"
      "    uint32_t top = 0;\n"
      "    float top_sum = 0;\n"
-     "    // Some columns are computed, then stored: stores are in order, what is between them need not be.\n"
+     "    // Some columns are computed, then stored: stores are in order, what is between them need not\n"
+     "    // be.\n"
      "    constexpr int some = kColumns > 5 \? 3 : 5;\n"
      "#pragma unroll\n"
      "    for (int first = 0; first < kColumns; first += some) {\n"
@@ -8140,7 +8145,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                of_v[j - first][i] = weights.of_v[i];\n"
      "                top_sum = maximum(top_sum, weights.sum[i]);\n"
     },
-    {"hopper.cuh", 716,
+    {"hopper.cuh", 721,
      "                top = maximum_f16x2(top, weights.of_v[i]);\n"
      "            }\n"
      "        }\n"
@@ -8170,8 +8175,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- references, the rare case: maxima of each vector over the step\n"
      "\n"
-     "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the\n"
-     "// sum; 1 if it has outgrown its reference.\n"
+     "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of\n"
+     "// the sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
      "\n"
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
@@ -8232,10 +8237,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// New references where there are none yet or weights have outgrown them, and factors for what was\n"
-     "// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and\n"
-     "// have met again when it ends.\n"
+     "// summed under the old ones. `first`: no vector has one yet. All threads of the group come here,\n"
+     "// and have met again when it ends.\n"
     },
-    {"hopper.cuh", 809,
+    {"hopper.cuh", 814,
      "KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,\n"
      "                                  const float (&power)[2]) {\n"
      "    int n = s.thread;\n"
@@ -8267,7 +8272,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    meet_group(s);\n"
      "}\n"
      "\n"
-     "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.\n"
+     "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth\n"
+     "// registers.\n"
      "KMLA_DEVICE word2& sums_of(const score_place& s, int j) {\n"
      "    return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];\n"
      "}\n"
@@ -8304,8 +8310,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);\n"
      "}\n"
      "\n"
-     "// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector\n"
-     "// has a reference yet.\n"
+     "// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no\n"
+     "// vector has a reference yet.\n"
      "KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,\n"
      "                              const float (&power)[2]) {\n"
      "    float of_step[kColumns][2];\n"
@@ -8333,7 +8339,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// is the buffer of the step behind the last.\n"
      "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer) {\n"
     },
-    {"hopper.cuh", 905,
+    {"hopper.cuh", 911,
      "    float* rows = (float*)weight_block(buffer);\n"
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
@@ -8432,18 +8438,18 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time\n"
+     "// ---- PV: 64 dims a value warp\n"
      "\n"
      "// Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.\n"
      "KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {\n"
      "    token[0] = *(const word2*)at;\n"
      "    token[1] = *(const word2*)(at + kPitch);\n"
      "    token[2] = *(const word2*)(at + 8 * kPitch);\n"
-    },
-    {"hopper.cuh", 1010,
      "    token[3] = *(const word2*)(at + 9 * kPitch);\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 1019,
      "// To V^T fragments, as in the portable reader, times the tokens' ratios.\n"
      "template <bool masked>\n"
      "KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ratios,\n"
@@ -8538,9 +8544,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        ring_place after = place_after(place, 1);\n"
      "        bool full = wait_for_runs(token, place, after);\n"
      "        const uint8_t* low = records_of(place.slot) + offset;\n"
-    },
-    {"hopper.cuh", 1107,
      "        const uint8_t* high = records_of(after.slot) + offset;\n"
+    },
+    {"hopper.cuh", 1114,
      "        load_values(low, raw);\n"
      "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
      "        if (rescaled(buffer)) {\n"
@@ -8948,7 +8954,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0xFE70EB8DC4F56AC5ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xC7730A0C68E6E3BBull
 // clang-format on
 // >>device source end
 

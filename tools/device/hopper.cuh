@@ -1,15 +1,15 @@
 // The Hopper reader: sm_90a, wgmma. FP8 KV; BF16 KV is the portable reader's.
 //
-// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
-// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
-// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
-// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
-// take turns at softmax, so that each step's references are the next's.
+// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T
+// P^T, and A comes from registers, converted from raw bytes. B, the query and the weights, lies in
+// shared memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16
+// tokens a warp), one the even steps and one the odd, each into a weight buffer of its own; two
+// weigh values with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens.
+// The score groups take turns at softmax, so that each step's references are the next's.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
-// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
-// value depends on its own scores alone.
+// outgrown its own, and only then maxima are taken and the step's weights computed again. A
+// vector's value depends on its own scores alone.
 
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
@@ -40,7 +40,8 @@ constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
 constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
 constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
 constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]
-static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, "host and device layouts differ");
+static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES,
+              "host and device layouts differ");
 
 // Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
 constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
@@ -487,7 +488,8 @@ KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fra
 }
 
 // Codes are multiplied as they are, group by group into the same sums. Between groups these are
-// multiplied by the token's scale of the group before over that of the next, in the end by the last.
+// multiplied by the token's scale of the group before over that of the next, in the end by the
+// last.
 struct key_scales {
     float factor[2][kGroups]; // of the thread's two tokens: behind each group
 };
@@ -506,7 +508,8 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
         for (int g = 0; g < kGroups; g++) {
             largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);
         }
-        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.
+        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the
+        // largest.
         uint32_t power = largest & 0x7F800000u;
         float to_one = bits_float((254u << 23) - (power < 253u << 23 ? power : 253u << 23));
         float before = 1;
@@ -599,7 +602,8 @@ KMLA_DEVICE int exponent_of(float power) {
     return kMidExponent + (int)(float_bits(power) >> 23) - 127;
 }
 
-// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the buffer.
+// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the
+// buffer.
 KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
                               float (&of_token)[2]) {
 #pragma unroll
@@ -701,7 +705,8 @@ KMLA_DEVICE bool store_weights(const score_place& s, const accumulators& score,
     int chunk = s.warp * 2 + s.lane / 8 % 2;
     uint32_t top = 0;
     float top_sum = 0;
-    // Some columns are computed, then stored: stores are in order, what is between them need not be.
+    // Some columns are computed, then stored: stores are in order, what is between them need not
+    // be.
     constexpr int some = kColumns > 5 ? 3 : 5;
 #pragma unroll
     for (int first = 0; first < kColumns; first += some) {
@@ -742,8 +747,8 @@ KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {
 
 // ---- references, the rare case: maxima of each vector over the step
 
-// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the
-// sum; 1 if it has outgrown its reference.
+// What is looked for: the largest score; the largest log2 of what weighs V above the reference of
+// the sum; 1 if it has outgrown its reference.
 enum top_kind { kTopScore, kTopWeight, kOutgrown };
 
 // Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A
@@ -804,8 +809,8 @@ KMLA_DEVICE int exponent_of_scale(float scale) {
 }
 
 // New references where there are none yet or weights have outgrown them, and factors for what was
-// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and
-// have met again when it ends.
+// summed under the old ones. `first`: no vector has one yet. All threads of the group come here,
+// and have met again when it ends.
 KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,
                                   const float (&power)[2]) {
     int n = s.thread;
@@ -837,7 +842,8 @@ KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumu
     meet_group(s);
 }
 
-// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.
+// The thread's sums of weights, of its two vectors of column j: used once a step, not worth
+// registers.
 KMLA_DEVICE word2& sums_of(const score_place& s, int j) {
     return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];
 }
@@ -874,8 +880,8 @@ KMLA_DEVICE void pass_turn(const score_place& s) {
     named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);
 }
 
-// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
-// has a reference yet.
+// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no
+// vector has a reference yet.
 KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
                               const float (&power)[2]) {
     float of_step[kColumns][2];
@@ -1000,7 +1006,7 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args) {
     }
 }
 
-// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
+// ---- PV: 64 dims a value warp
 
 // Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.
 KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {
