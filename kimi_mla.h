@@ -308,7 +308,7 @@ typedef struct kmla_shape {
     int32_t single_split_chunks; // rows of at most so many live chunks use one split [0]
     int32_t partial_type;        // KMLA_BF16 or KMLA_FP32 [BF16]
     int32_t tile;                // query vectors a block reads together: 8, 16, 32, Hopper
-                                 // also 24, 40 [planner]
+                                 // also 24, 40, 48, 56 [planner]
     int32_t ragged;              // 1: row_offsets says which rows are whose [0: uniform]
     int32_t slot_list;           // 1: tokens come from a slot list, one per row [block table]
     kmla_length_rule lengths;    // [per-row lengths, no window, one rank]
@@ -332,7 +332,7 @@ typedef struct kmla_plan {
     int32_t chunks_per_split;  // ceil(chunks / S): the static share
     int32_t threads;           // of a reader block
     int32_t resident;          // reader blocks that are to share an SM
-    int32_t stages;            // steps of KV that a reader block holds
+    int32_t stages;            // steps of KV that a reader block holds; Hopper: runs of 32 tokens
     int32_t shared_bytes;      // of a reader block
     int32_t launches;          // reader, and merge if S > 1
     uint64_t workspace_bytes;  // exact need; alignment 16
@@ -737,8 +737,8 @@ KMLA_API kmla_status kmla_device_source(char* text, size_t* bytes, kmla_error* e
 
 #define KMLA_I_READER_THREADS 256  // 8 warps: 2 halves of a step's tokens x 4 groups of dims
 #define KMLA_I_SUPPORT_THREADS 128 // merge, combine, writers
-#define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time; a bulk
-                                   // copy, which lies in one page
+#define KMLA_I_STEP_TOKENS 32      // tokens a block takes through QK, softmax and PV at a time; a
+                                   // bulk copy, which lies in one page
 #define KMLA_I_FP8_STEP_TOKENS 64  // the same of FP8 KV, of which more fits
 #define KMLA_I_STAGES 2            // steps of KV in shared memory
 #define KMLA_I_BLOCK_RESERVED_BYTES 1024 // shared memory that CUDA keeps of every block
@@ -1244,23 +1244,23 @@ static kmla_shape kmla_i_full_shape(const kmla_shape* given) {
 }
 
 // Tiles for which the readers are written, and what they cost on an H200 (us; medians of the
-// benchmark's sweeps, 2026-12-01, packed KV): a step of a block alone on its SM, and of two blocks
-// that share one (0: they never do).
+// benchmark's sweeps, 2026-12-01, packed KV): a block's launch, query, first loads and last stores;
+// a step of a block alone on its SM, and of two blocks that share one (0: they never do).
 typedef struct kmla_i_tile_cost {
     int32_t reader, tile;
-    double alone_us, shared_us;
+    double block_us, alone_us, shared_us;
 } kmla_i_tile_cost;
 static const kmla_i_tile_cost kmla_i_tiles[] = {
-    {KMLA_READER_PORTABLE, 8, 1.39, 2.00},
-    {KMLA_READER_PORTABLE, 16, 1.66, 2.40},
-    {KMLA_READER_PORTABLE, 32, 2.13, 4.40},
-    {KMLA_READER_HOPPER, 8, 1.36, 0.00},
-    {KMLA_READER_HOPPER, 16, 1.45, 0.00},
-    {KMLA_READER_HOPPER, 24, 1.55, 0.00},
-    {KMLA_READER_HOPPER, 32, 1.63, 0.00},
-    {KMLA_READER_HOPPER, 40, 1.83, 0.00},
-    {KMLA_READER_HOPPER, 48, 1.94, 0.00},
-    {KMLA_READER_HOPPER, 56, 1.98, 0.00},
+    {KMLA_READER_PORTABLE, 8, 5.5, 1.39, 2.00},
+    {KMLA_READER_PORTABLE, 16, 6.3, 1.68, 2.40},
+    {KMLA_READER_PORTABLE, 32, 10.4, 2.07, 4.40},
+    {KMLA_READER_HOPPER, 8, 6.5, 1.36, 0.00},
+    {KMLA_READER_HOPPER, 16, 6.7, 1.45, 0.00},
+    {KMLA_READER_HOPPER, 24, 6.9, 1.55, 0.00},
+    {KMLA_READER_HOPPER, 32, 7.1, 1.63, 0.00},
+    {KMLA_READER_HOPPER, 40, 7.7, 1.83, 0.00},
+    {KMLA_READER_HOPPER, 48, 8.0, 1.94, 0.00},
+    {KMLA_READER_HOPPER, 56, 8.5, 1.98, 0.00},
 };
 enum { KMLA_I_TILES = sizeof kmla_i_tiles / sizeof kmla_i_tiles[0] };
 
@@ -1312,8 +1312,9 @@ static kmla_status kmla_i_check_shape(const kmla_shape* shape, kmla_error* error
     }
     if (shape->tile != 0 && !kmla_i_find_tile(KMLA_READER_HOST, shape->tile)) {
         return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
-                           "shape.tile is %d; multiples of 8 to 56 are allowed, and 0 for the planner's",
-                           (int)shape->tile);
+                           "shape.tile is %d; multiples of 8 up to %d are allowed, and 0 for the "
+                           "planner's",
+                           (int)shape->tile, KMLA_I_MOST_TILE);
     }
     int per_row = shape->lengths.lengths_kind == KMLA_LENGTHS_PER_ROW;
     if (shape->slot_list && (shape->ragged || !per_row)) {
@@ -1394,8 +1395,8 @@ static int32_t kmla_i_hopper_runs(const kmla_device* device, int32_t kv_format, 
     return runs;
 }
 
-// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV or the
-// largest tile) and shared memory allow it.
+// Reader blocks that an SM of the card holds at once: two where registers (never with BF16 KV or
+// the largest tile) and shared memory allow it.
 static int32_t kmla_i_resident_blocks(const kmla_device* device, int32_t kv_format, int32_t tile) {
     int32_t block_bytes = kmla_i_reader_shared_bytes(kv_format, tile) +
                           KMLA_I_BLOCK_RESERVED_BYTES;
@@ -1428,7 +1429,6 @@ static void kmla_i_set_tile(kmla_plan* plan, int32_t tile) {
 
 // ---- The cost model of tiles and splits. Figures as in kmla_i_tiles.
 
-#define KMLA_I_COST_BLOCK_US 7.5            // launch, query, first loads, last stores of a wave
 #define KMLA_I_COST_MERGE_US 0.5            // the merge, and what it takes for each split
 #define KMLA_I_COST_MERGE_SPLIT_US 0.12
 #define KMLA_I_COST_BYTES_PER_US 3.0e6      // partials, written and read back: 3 TB/s
@@ -1456,7 +1456,7 @@ static double kmla_i_block_us(const kmla_plan* plan, int32_t splits, int64_t blo
     const kmla_i_tile_cost* cost = kmla_i_find_tile(plan->reader, plan->tile);
     double steps = kmla_i_steps(plan, kmla_i_ceil_div(plan->chunks, splits));
     int shared = plan->resident > 1 && blocks > plan->device.multiprocessors;
-    return KMLA_I_COST_BLOCK_US + steps * (shared ? cost->shared_us : cost->alone_us);
+    return cost->block_us + steps * (shared ? cost->shared_us : cost->alone_us);
 }
 
 static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
@@ -1467,7 +1467,8 @@ static double kmla_i_reader_us(const kmla_plan* plan, int32_t splits) {
                 (last ? kmla_i_block_us(plan, splits, last) : 0.0);
     double bytes = (double)plan->groups * (double)plan->chunks * KMLA_CHUNK_TOKENS *
                    (double)kmla_kv_record_bytes(plan->shape.kv_format);
-    double read_us = KMLA_I_COST_BLOCK_US + bytes / KMLA_I_COST_READ_BYTES_PER_US;
+    double read_us = kmla_i_find_tile(plan->reader, plan->tile)->block_us +
+                     bytes / KMLA_I_COST_READ_BYTES_PER_US;
     return us > read_us ? us : read_us;
 }
 
@@ -1526,8 +1527,9 @@ static kmla_status kmla_i_choose_tile_and_splits(kmla_plan* plan, kmla_error* er
         }
     }
     if (least_bytes == 0) {
-        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT, "shape.tile is %d, which shape.reader %d lacks",
-                           (int)shape->tile, (int)plan->reader);
+        return kmla_i_fail(error, KMLA_ERROR_ARGUMENT,
+                           "shape.tile is %d, which shape.reader %d lacks", (int)shape->tile,
+                           (int)plan->reader);
     }
     if (plan->tile == 0) {
         return kmla_i_fail(error, KMLA_ERROR_UNSUPPORTED,
@@ -5847,23 +5849,27 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (int)(global / period * args.dcp_interleave + rest);\n"
      "}\n"
      "\n"
-     "// Row `row` of the batch is row `i` of its group's `rows`.\n"
-     "KMLA_DEVICE token_range row_range(const kmla_i_reader_args& args, int group, int i, int rows,\n"
-     "                                  int row) {\n"
-     "    const int32_t* lengths = (const int32_t*)args.lengths;\n"
+     "// What the caller says of a row's length. Apart from row_range so that other work can hide the load.\n"
+     "KMLA_DEVICE int row_length(const kmla_i_reader_args& args, int group, int row) {\n"
+     "    return ((const int32_t*)args.lengths)[args.per_request \? group : row];\n"
+     "}\n"
+     "\n"
+     "// A row with that length is row `i` of its group's `rows`.\n"
+     "KMLA_DEVICE token_range row_range(const kmla_i_reader_args& args, int length, int group, int i,\n"
+     "                                  int rows) {\n"
      "    token_range range;\n"
      "    if (group == args.groups) { // rows after the last request are dead\n"
      "        return token_range{0, 0};\n"
      "    }\n"
      "    if (args.per_request) {\n"
-     "        int64_t bound = lengths[group];\n"
+     "        int64_t bound = length;\n"
      "        bound = args.draft \? bound : bound - rows + 1 + i;\n"
      "        bound = bound < 0 \? 0 : bound;\n"
      "        int64_t first = args.window && bound > args.window \? bound - args.window : 0;\n"
      "        range.begin = local_length(args, (int)first);\n"
      "        range.end = minimum(local_length(args, (int)bound), args.capacity);\n"
      "    } else {\n"
-     "        range.end = minimum(maximum(lengths[row], 0), args.capacity);\n"
+     "        range.end = minimum(maximum(length, 0), args.capacity);\n"
      "        range.begin = args.window \? maximum(range.end - args.window, 0) : 0;\n"
      "    }\n"
      "    range.begin = minimum(range.begin, range.end);\n"
@@ -6080,15 +6086,22 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return mine;\n"
      "}\n"
      "\n"
-     "// The range of the tile's vector n; `bounds` are those of a tile of it alone, or of nothing.\n"
+     "KMLA_DEVICE int vector_length(const kmla_i_reader_args& args, const block_place& s, int n) {\n"
+     "    int vector = s.first_vector + n;\n"
+     "    bool exists = n < kTile && vector < s.vectors;\n"
+     "    return exists \? row_length(args, s.group, s.first_row + vector / args.heads) : 0;\n"
+     "}\n"
+     "\n"
+     "// The range of the tile's vector n, of a row of that length; `bounds` are those of a tile of it alone,\n"
+     "// or of nothing.\n"
      "KMLA_DEVICE vector_range find_range(const kmla_i_reader_args& args, const block_place& s, int n,\n"
-     "                                    tile_bounds& bounds) {\n"
+     "                                    int length, tile_bounds& bounds) {\n"
      "    int vector = s.first_vector + n;\n"
      "    vector_range range = {0, 0, 0, 0};\n"
      "    bounds = tile_bounds{0x7FFFFFFF, 0, 0, 0x7FFFFFFF};\n"
      "    if (n < kTile && vector < s.vectors) {\n"
      "        int i = vector / args.heads;\n"
-     "        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);\n"
+     "        token_range row = row_range(args, length, s.group, i, s.rows);\n"
      "        token_range part = split_range(args, row, s.split);\n"
      "        range.begin = part.begin;\n"
      "        range.end = part.end;\n"
@@ -6103,13 +6116,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return range;\n"
      "}\n"
      "\n"
+    },
+    {"tile.cuh", 181,
      "// Finds the range of each vector, and the tile's bounds. A block barrier must follow. `scratch`: shared\n"
      "// memory of 16 bytes a warp.\n"
      "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {\n"
      "    tile_bounds mine;\n"
-    },
-    {"tile.cuh", 178,
-     "    vector_range range = find_range(args, s, s.vector, mine);\n"
+     "    vector_range range =\n"
+     "        find_range(args, s, s.vector, vector_length(args, s, s.vector), mine);\n"
      "    if (s.vector < kTile && s.quad == 0) {\n"
      "        range_of(s.vector) = range;\n"
      "    }\n"
@@ -6149,14 +6163,15 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// For store_results: where vector n's result goes if its split finds tokens of it.\n"
-     "KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {\n"
+     "// For store_results: where vector n's result goes if its split finds tokens of it. `first_row` and\n"
+     "// `vectors` as in block_place.\n"
+     "KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n, int first_row, int vectors) {\n"
      "    int vector = block_x() * kTile + n;\n"
-     "    if (vector >= bounds().vectors) {\n"
+     "    if (vector >= vectors) {\n"
      "        targets()[n] = 0;\n"
      "        return;\n"
      "    }\n"
-     "    int64_t row = bounds().first_row + vector / args.heads;\n"
+     "    int64_t row = first_row + vector / args.heads;\n"
      "    int head = vector % args.heads;\n"
      "    bool final = args.splits == 1 || range_of(n).whole;\n"
      "    targets()[n] =\n"
@@ -6192,7 +6207,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,\n"
      "                               float scale) {\n"
-     "    place_vector(args, n);\n"
+     "    place_vector(args, n, bounds().first_row, bounds().vectors);\n"
      "    weigh_vector(args, n, sum, scale);\n"
      "    store_vector_lse(args, n, sum, reference);\n"
      "}\n"
@@ -6200,13 +6215,13 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Eight neighbouring dims of one vector, from `dim` on.\n"
      "KMLA_DEVICE void store_out(uint64_t target, int dim, const float (&x)[8]) {\n"
      "    if (target & 1) {\n"
+    },
+    {"tile.cuh", 278,
      "        word4* to = (word4*)(target - 1 + 4 * (uint32_t)dim);\n"
      "        to[0] = word4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};\n"
      "        to[1] = word4{float_bits(x[4]), float_bits(x[5]), float_bits(x[6]), float_bits(x[7])};\n"
      "    } else if (target) {\n"
      "        *(word4*)(target + 2 * (uint32_t)dim) = word4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),\n"
-    },
-    {"tile.cuh", 274,
      "                                                      pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};\n"
      "    }\n"
      "}\n"
@@ -6582,13 +6597,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "template <bool bulk>\n"
     },
     {"reader.cuh", 323,
-     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {\n"
+     "KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                        const tile_bounds& tokens, int token) {\n"
      "    if (bulk) {\n"
      "        token += s.lane * kRunTokens;\n"
      "        return is_copier(s) && token < args.capacity \? table_entry(args, s.group, token) : -1;\n"
      "    }\n"
      "    token += s.warp * kWarpTokens + s.lane % kWarpTokens;\n"
-     "    bool wanted = token >= bounds().begin && token < bounds().end;\n"
+     "    bool wanted = token >= tokens.begin && token < tokens.end;\n"
      "    return wanted \? table_entry(args, s.group, token) : -1;\n"
      "}\n"
      "\n"
@@ -6615,11 +6631,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
-     "                             int entry) {\n"
+     "KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                             const tile_bounds& tokens, int token, int entry) {\n"
      "    token += s.lane * kRunTokens;\n"
-     "    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);\n"
-     "    int last = entry < 0 \? first : maximum(minimum(bounds().end - token, kRunTokens), first);\n"
+     "    int first = minimum(maximum(tokens.begin - token, 0), kRunTokens);\n"
+     "    int last = entry < 0 \? first : maximum(minimum(tokens.end - token, kRunTokens), first);\n"
      "    run_copy& run = run_of_lane(s);\n"
      "    run.from = record_address(args, entry, token + first, kRecordBytes);\n"
      "    run.to = (uint32_t)((s.lane % kRuns * kRunTokens + first) * kPitch);\n"
@@ -6671,7 +6687,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// tile's bounds are not read. `entry`: the look-up, if not in bulk.\n"
      "template <bool bulk>\n"
     },
-    {"reader.cuh", 411,
+    {"reader.cuh", 412,
      "KMLA_DEVICE void start_copy(const kmla_i_reader_args& args, const reader_state& s, int step,\n"
      "                            int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
@@ -6690,11 +6706,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// What the copies of steps from `step` on need, made ready from a look-up.\n"
      "template <bool bulk>\n"
-     "KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s, int token,\n"
-     "                                int entry) {\n"
+     "KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                const tile_bounds& tokens, int token, int entry) {\n"
      "#if KMLA_HAS_BULK_COPY\n"
      "    if (bulk && is_copier(s)) {\n"
-     "        prepare_run(args, s, token, entry);\n"
+     "        prepare_run(args, s, tokens, token, entry);\n"
      "    }\n"
      "#endif\n"
      "}\n"
@@ -6782,9 +6798,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    // What the lane points matrix loads at, 16 tokens, two times 16 bytes; and its own first token.\n"
      "    const uint8_t *rows[kTokenTiles], *record[kTokenTiles];\n"
      "#pragma unroll\n"
-     "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
     },
     {"reader.cuh", 522,
+     "    for (int tile = 0; tile < kTokenTiles; tile++) {\n"
      "        const uint8_t* tokens = stage + 16 * tile_of(s, tile) * kPitch;\n"
      "        rows[tile] = tokens + s.lane % 16 * kPitch + s.lane / 16 * 16;\n"
      "        record[tile] = tokens + s.row_in_quad * kPitch;\n"
@@ -6875,9 +6891,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    uint32_t largest = magnitude < 0x7F800000u \? magnitude : 0;\n"
      "    largest = maximum(largest, shuffle_xor(largest, 1));\n"
      "    largest = maximum(largest, shuffle_xor(largest, 2));\n"
-     "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
     },
     {"reader.cuh", 613,
+     "    uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^e\n"
      "    power = power < (253u << 23) \? power : 253u << 23;      // so that its inverse is normal\n"
      "    if (group == 0) {\n"
      "        exponents()[token] = (float)((int)(power >> 23) - 127);\n"
@@ -6970,9 +6986,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int slot = 0; slot < kSlots; slot++) {\n"
      "        for (int i = 0; i < 2 && owns(s); i++) {\n"
      "            int n = vector_of(s, slot) + i;\n"
-     "            float low = x[slot][i], high = x[slot][2 + i];\n"
     },
     {"reader.cuh", 706,
+     "            float low = x[slot][i], high = x[slot][2 + i];\n"
      "            float top = top_of_unit(low, high), base = top == -infinity() \? 0 : top;\n"
      "            float above = kPacked \? top_of_unit(low - base + exponent[0], high - base + exponent[1])\n"
      "                                  : 0;\n"
@@ -7069,10 +7085,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// In a step in which some vector may not see some token, 0 * NaN must not reach it: no value that the\n"
      "// warp will multiply stays NaN. A vector that does see the token has its NaN from the score.\n"
      "KMLA_DEVICE void clean_values(const reader_state& s, uint8_t* stage) {\n"
+    },
+    {"reader.cuh", 803,
      "    const int words = 64 * (kBf16 \? 2 : 1) / 4; // of the warp's dims of a token\n"
      "#pragma unroll 1\n"
-    },
-    {"reader.cuh", 804,
      "    for (int i = s.lane; i < kStep * words; i += 32) {\n"
      "        uint32_t* at = (uint32_t*)(stage + i / words * kPitch) + words * s.warp + i % words;\n"
      "        *at = kBf16 \? only_numbers_bf16(*at) : only_numbers_e4m3(*at);\n"
@@ -7164,11 +7180,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            load_bf16_values(records + 2 * dim, a);\n"
      "        } else {\n"
      "            weave_code_values(codes, a);\n"
+    },
+    {"reader.cuh", 896,
      "            codes = load_code_values(s, stage, k < kStepTiles - 1 \? k + 1 : k);\n"
      "            if (k % 2 == 0) {\n"
      "                load_weights(s, 16 * k, weight);\n"
-    },
-    {"reader.cuh", 898,
      "            }\n"
      "            if (kPacked && k % 2 == 0) {\n"
      "                scale_weights(s, 16 * k, weight);\n"
@@ -7241,19 +7257,24 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// ---- the block\n"
      "\n"
      "// Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;\n"
-     "// the first warp stores what all need later. A block barrier must follow.\n"
-     "KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s) {\n"
+     "// the first warp stores what all may read behind a block barrier. `length`: of the lane's. Returns\n"
+     "// the tile's bounds.\n"
+     "KMLA_DEVICE tile_bounds find_ranges(const kmla_i_reader_args& args, const reader_state& s,\n"
+     "                                    int length) {\n"
      "    static_assert(kTile <= 32, \"a vector a lane\");\n"
      "    tile_bounds mine;\n"
-     "    vector_range range = find_range(args, s, s.lane, mine);\n"
+     "    vector_range range = find_range(args, s, s.lane, length, mine);\n"
      "    mine = join_lanes(mine, 1);\n"
-     "    (tile_bounds&)bounds() = mine; // all the same\n"
-     "    bounds().first_row = s.first_row;\n"
-     "    bounds().vectors = s.vectors;\n"
+     "    if (thread_index() == 0) {\n"
+     "        (tile_bounds&)bounds() = mine;\n"
+     "        bounds().first_row = s.first_row;\n"
+     "        bounds().vectors = s.vectors;\n"
+     "    }\n"
      "    if (thread_index() < kTile) {\n"
      "        range_of(s.lane) = range;\n"
-     "        place_vector(args, s.lane);\n"
+     "        place_vector(args, s.lane, s.first_row, s.vectors);\n"
      "    }\n"
+     "    return mine;\n"
      "}\n"
      "\n"
      "KMLA_DEVICE void clear_state(reader_state& s) {\n"
@@ -7275,6 +7296,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// QK, softmax and PV of a step. `whole`: every vector of the tile sees every token of it.\n"
+    },
+    {"reader.cuh", 1010,
      "KMLA_DEVICE void take_step(reader_state& s, int token, int step, bool whole) {\n"
      "    uint8_t* stage = stage_of(step);\n"
      "    group_scores score;\n"
@@ -7284,8 +7307,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    exchange_scores(s, score, x); // behind its barrier all are done with the step before\n"
      "    store_ratio(s, ratio);\n"
      "    if (!whole) {\n"
-    },
-    {"reader.cuh", 1013,
      "        mask_scores(s, token, token_masks_of(step), x);\n"
      "        clean_values(s, stage);\n"
      "        sync_block(); // between a warp's lanes\n"
@@ -7300,21 +7321,23 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// `likely`: bulk look-ups from likely_first on.\n"
      "template <bool bulk>\n"
-     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {\n"
-     "    int first = bounds().begin / kStep * kStep;\n"
-     "    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;\n"
+     "KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s,\n"
+     "                             const tile_bounds& tokens, int likely) {\n"
+     "    int first = tokens.begin / kStep * kStep;\n"
+     "    int steps = maximum(tokens.end - first + kStep - 1, 0) / kStep;\n"
      "    if (steps == 0) {\n"
      "        clear_state(s);\n"
      "        return;\n"
      "    }\n"
      "    // Steps of which every vector of the tile sees every token that exists.\n"
-     "    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;\n"
-     "    int full_end = (bounds().full_end - first) / kStep;\n"
-     "    int entry = bulk && first == likely_first(args, s) \? likely : look_up<bulk>(args, s, first);\n"
-     "    prepare_copies<bulk>(args, s, first, entry);\n"
+     "    int full_begin = (tokens.full_begin - first + kStep - 1) / kStep;\n"
+     "    int full_end = (tokens.full_end - first) / kStep;\n"
+     "    int entry =\n"
+     "        bulk && first == likely_first(args, s) \? likely : look_up<bulk>(args, s, tokens, first);\n"
+     "    prepare_copies<bulk>(args, s, tokens, first, entry);\n"
      "    start_copy<bulk>(args, s, 0, first, entry);\n"
      "    copy_async_commit();\n"
-     "    entry = bulk \? -1 : look_up<false>(args, s, first + kStep);\n"
+     "    entry = bulk \? -1 : look_up<false>(args, s, tokens, first + kStep);\n"
      "    finish_query(args, s);\n"
      "    clear_state(s);\n"
      "#pragma unroll 1\n"
@@ -7324,7 +7347,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            stop = minimum(steps, (ahead / kLookUpSteps + 1) * kLookUpSteps - 1);\n"
      "            if (ahead % kLookUpSteps == 0 && ahead < steps) {\n"
      "                int token = first + ahead * kStep;\n"
-     "                prepare_copies<bulk>(args, s, token, look_up<bulk>(args, s, token));\n"
+     "                prepare_copies<bulk>(args, s, bounds(), token,\n"
+     "                                     look_up<bulk>(args, s, bounds(), token));\n"
      "            }\n"
      "        }\n"
      "#pragma unroll 1\n"
@@ -7335,7 +7359,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "            if (step + 1 < steps) {\n"
      "                start_copy<bulk>(args, s, step + 1, token + kStep, entry);\n"
      "                copy_async_commit();\n"
-     "                entry = bulk \? -1 : look_up<false>(args, s, token + 2 * kStep);\n"
+     "                entry = bulk \? -1 : look_up<false>(args, s, bounds(), token + 2 * kStep);\n"
      "            }\n"
      "            take_step(s, token, step, whole);\n"
      "            release_step<bulk>(s, step);\n"
@@ -7367,16 +7391,20 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "#endif\n"
      "    // First, for their latency.\n"
-     "    int likely = copies_in_bulk(s) \? look_up<true>(args, s, likely_first(args, s)) : -1;\n"
+     "    int likely =\n"
+     "        copies_in_bulk(s) \? look_up<true>(args, s, tile_bounds{}, likely_first(args, s)) : -1;\n"
+     "    int length = vector_length(args, s, s.lane);\n"
      "    load_query(args, s);\n"
-     "    find_ranges(args, s);\n"
+     "    tile_bounds tokens = find_ranges(args, s, length);\n"
      "    if (copies_in_bulk(s)) {\n"
-     "        read_tokens<true>(args, s, likely);\n"
+     "        read_tokens<true>(args, s, tokens, likely);\n"
      "    } else {\n"
-     "        read_tokens<false>(args, s, likely);\n"
+     "        read_tokens<false>(args, s, tokens, likely);\n"
      "    }\n"
      "    launch_dependents();\n"
      "    store_split(args, s);\n"
+    },
+    {"reader.cuh", 1115,
      "}\n"
      "\n"
      "#endif\n"
@@ -7384,16 +7412,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     {"hopper.cuh", 1,
      "// The Hopper reader: sm_90a, wgmma. FP8 KV; BF16 KV is the portable reader's.\n"
      "//\n"
-     "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,\n"
-     "// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared\n"
-     "// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a\n"
-     "// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values\n"
-     "// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups\n"
-     "// take turns at softmax, so that each step's references are the next's.\n"
+     "// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T\n"
+     "// P^T, and A comes from registers, converted from raw bytes. B, the query and the weights, lies in\n"
+     "// shared memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16\n"
+     "// tokens a warp), one the even steps and one the odd, each into a weight buffer of its own; two\n"
+     "// weigh values with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens.\n"
+     "// The score groups take turns at softmax, so that each step's references are the next's.\n"
      "//\n"
      "// Weights are computed with the references that are there; a vote says whether some vector has\n"
-     "// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's\n"
-     "// value depends on its own scores alone.\n"
+     "// outgrown its own, and only then maxima are taken and the step's weights computed again. A\n"
+     "// vector's value depends on its own scores alone.\n"
      "\n"
      "#if defined(KMLA_TILE) && defined(KMLA_HOPPER)\n"
      "\n"
@@ -7424,7 +7452,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]\n"
      "constexpr int kStateAt = kRatiosAt + (kPacked \? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]\n"
      "constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]\n"
-     "static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, \"host and device layouts differ\");\n"
+     "static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES,\n"
+     "              \"host and device layouts differ\");\n"
      "\n"
      "// Behind what both readers have there: barriers of the weight buffers, votes, what a step says.\n"
      "constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);\n"
@@ -7445,14 +7474,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }\n"
      "// Of a run: a bit a token, it exists.\n"
      "KMLA_DEVICE uint32_t& run_tokens(int slot) {\n"
-     "    return ((uint32_t*)(shared_memory() + kMasksAt))[slot];\n"
+     "    return ((uint32_t*)(shared_memory() + opaque(kMasksAt)))[slot]; // no register for its base\n"
      "}\n"
      "\n"
      "KMLA_DEVICE uint8_t* query_block(int block) {\n"
+    },
+    {"hopper.cuh", 69,
      "    return shared_memory() + kQueryAt + block * kTile * 128;\n"
      "}\n"
-    },
-    {"hopper.cuh", 70,
      "KMLA_DEVICE uint8_t* weight_block(int buffer) {\n"
      "    return shared_memory() + kWeightsAt + buffer * kTile * 128;\n"
      "}\n"
@@ -7513,7 +7542,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {\n"
      "    barrier_wait(arrival_of(low.slot), low.parity);\n"
      "    barrier_wait(arrival_of(high.slot), high.parity);\n"
-     "    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&\n"
+     "    return token >= bounds().full_begin && token <= bounds().full_end - kStep &&\n"
      "           (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;\n"
      "}\n"
      "\n"
@@ -7539,9 +7568,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Dims 16 * block .. + 15 of a query record, exactly, as BF16. An E4M3 query's one scale is in\n"
      "// score_scale.\n"
      "KMLA_DEVICE void load_query_block(const kmla_i_reader_args& args, uint64_t record, int block,\n"
-     "                                  uint32_t (&pair)[8]) {\n"
     },
     {"hopper.cuh", 157,
+     "                                  uint32_t (&pair)[8]) {\n"
      "    const int rope = KMLA_LATENT_DIMS / 16;\n"
      "    if (args.query_format == KMLA_QUERY_BF16) {\n"
      "        load_bf16(record + 32 * block, pair);\n"
@@ -7616,52 +7645,72 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {\n"
-     "    int vector = s.first_vector + n, part = s.lane % kQueryLanes;\n"
-     "    bool exists = vector < s.vectors;\n"
-     "    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
-     "                      vector % args.heads * args.query_head_stride;\n"
-     "    float amax = 0, factor;\n"
-     "    uint32_t kept[kQueryParts][8];\n"
-     "    bool plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;\n"
-     "    if (plain) { // the usual case: all loads at once\n"
-     "#pragma unroll\n"
-     "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;\n"
-     "            load_bf16(inside \? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);\n"
+     "// A thread's part of the query: one vector of the tile, if that has so many.\n"
+     "struct query_share {\n"
+     "    int n, part;     // which vector; which lane of it\n"
+     "    uint64_t record; // its address\n"
+     "    bool exists, plain;\n"
+     "    uint32_t pair[kQueryParts][8]; // plain BF16, the usual case: all loads at once, and early\n"
+     "};\n"
+     "static_assert(kTile * kQueryLanes <= KMLA_I_HOPPER_THREADS, \"a vector each\");\n"
+     "\n"
+     "KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const block_place& s, query_share& q) {\n"
+     "    int vector;\n"
+     "    q.n = thread_index() / kQueryLanes;\n"
+     "    q.part = s.lane % kQueryLanes;\n"
+     "    vector = s.first_vector + q.n;\n"
+     "    q.exists = q.n < kTile && vector < s.vectors;\n"
     },
-    {"hopper.cuh", 244,
-     "            for (int w = 0; w < 8; w++) {\n"
-     "                kept[i][w] = inside \? kept[i][w] : 0;\n"
-     "            }\n"
+    {"hopper.cuh", 247,
+     "    q.plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;\n"
+     "    q.record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +\n"
+     "               vector % args.heads * args.query_head_stride;\n"
+     "    if (!q.plain) {\n"
+     "        return;\n"
+     "    }\n"
+     "#pragma unroll\n"
+     "    for (int i = 0; i < kQueryParts; i++) {\n"
+     "        int block = kQueryLanes * i + q.part;\n"
+     "        for (int w = 0; w < 8; w++) {\n"
+     "            q.pair[i][w] = 0;\n"
      "        }\n"
+     "        if (q.exists && block < KMLA_QUERY_DIMS / 16) {\n"
+     "            load_bf16(q.record + 32 * block, q.pair[i]);\n"
+     "        }\n"
+     "    }\n"
+     "}\n"
+     "\n"
+     "KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const query_share& q) {\n"
+     "    int n = q.n, part = q.part;\n"
+     "    float amax = 0, factor;\n"
+     "    if (q.plain) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
-     "            amax = lane_amax(kept[i], amax);\n"
+     "            amax = lane_amax(q.pair[i], amax);\n"
      "        }\n"
      "    } else {\n"
      "#pragma unroll 1\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
-     "            load_query_part(args, record, exists, i, part, pair);\n"
+     "            load_query_part(args, q.record, q.exists, i, part, pair);\n"
      "            amax = lane_amax(pair, amax);\n"
      "        }\n"
      "    }\n"
      "    amax = vector_amax(amax);\n"
      "    int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);\n"
      "    factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);\n"
-     "    if (plain) {\n"
+     "    if (q.plain) {\n"
      "#pragma unroll\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
-     "                store_query_block(n, kQueryLanes * i + part, kept[i], factor);\n"
+     "                store_query_block(n, kQueryLanes * i + part, q.pair[i], factor);\n"
      "            }\n"
      "        }\n"
      "    } else {\n"
      "#pragma unroll 1\n"
      "        for (int i = 0; i < kQueryParts; i++) {\n"
      "            uint32_t pair[8];\n"
-     "            load_query_part(args, record, exists, i, part, pair);\n"
+     "            load_query_part(args, q.record, q.exists, i, part, pair);\n"
      "            if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {\n"
      "                store_query_block(n, kQueryLanes * i + part, pair, factor);\n"
      "            }\n"
@@ -7675,11 +7724,9 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {\n"
-     "#pragma unroll 1\n"
-     "    for (int n = thread_index() / kQueryLanes; n < kTile;\n"
-     "         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {\n"
-     "        stage_vector(args, s, n);\n"
+     "KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const query_share& q) {\n"
+     "    if (q.n < kTile) { // whole warps\n"
+     "        stage_vector(args, q);\n"
      "    }\n"
      "    fence_async_reads();\n"
      "}\n"
@@ -7692,7 +7739,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// The table's entry for the page of a run, -1 if none of its tokens is wanted.\n"
      "KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {\n"
-     "    bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;\n"
+     "    bool wanted = token < bounds().end && token > bounds().begin - kRunTokens;\n"
      "    return wanted \? table_entry(args, s.group, token) : -1;\n"
      "}\n"
      "\n"
@@ -7718,6 +7765,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Zeros where there is no record.\n"
+    },
+    {"hopper.cuh", 350,
      "KMLA_DEVICE void copy_run_of_records(const kmla_i_reader_args& args, const block_place& s, int slot,\n"
      "                                     int token, int entry) {\n"
      "    const int share = kRunTokens / kValueWarps;\n"
@@ -7728,8 +7777,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    for (int i = s.warp * share; i < (s.warp + 1) * share; i++) {\n"
      "        uint64_t record = shuffle(address, i);\n"
      "        for (int at = 16 * s.lane; at < kRecordBytes; at += 16 * 32) {\n"
-    },
-    {"hopper.cuh", 341,
      "            copy_async_16(records_of(slot) + i * kPitch + at,\n"
      "                          (const void*)((record \? record : args.kv) + at), record != 0);\n"
      "        }\n"
@@ -7762,7 +7809,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "#pragma unroll 1\n"
      "    for (int run = 0; run < runs; run++) {\n"
      "        int token = walk.first + run * kRunTokens;\n"
-     "        int next = look_up_record(args, s, token + kRunTokens);\n"
+     "        int next = run + 1 < runs \? look_up_record(args, s, token + kRunTokens) : -1;\n"
      "        copy_run_of_records(args, s, run, token, entry);\n"
      "        entry = next;\n"
      "    }\n"
@@ -7776,11 +7823,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s,\n"
      "                            const token_walk& walk, next_copies& next) {\n"
+     "    if (next.run >= 2 * walk.steps) {\n"
+     "        return; // and nowhere near the largest token\n"
+     "    }\n"
      "    int token = walk.first + next.run * kRunTokens;\n"
      "    if (!copies_in_bulk(s)) {\n"
      "        next.entry[0] = look_up_record(args, s, token);\n"
-     "        next.entry[1] = look_up_record(args, s, token + kRunTokens);\n"
-     "    } else if (s.warp == 0 && s.lane < 2) {\n"
+     "        if (next.run + 1 < 2 * walk.steps) {\n"
+     "            next.entry[1] = look_up_record(args, s, token + kRunTokens);\n"
+     "        }\n"
+     "    } else if (s.warp == 0 && s.lane < 2 && next.run + s.lane < 2 * walk.steps) {\n"
      "        next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);\n"
      "    }\n"
      "}\n"
@@ -7788,7 +7840,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// `place`: of the first of the two runs whose place is free now.\n"
      "KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_place& s,\n"
      "                                const token_walk& walk, ring_place place, next_copies& next) {\n"
-     "    int token = walk.first + next.run * kRunTokens, left = 2 * walk.steps - next.run;\n"
+     "    int left = 2 * walk.steps - next.run;\n"
+     "    int token = left > 0 \? walk.first + next.run * kRunTokens : 0;\n"
      "    if (!copies_in_bulk(s)) {\n"
      "        for (int i = 0; i < 2 && i < left; i++) {\n"
      "            copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,\n"
@@ -7811,9 +7864,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int token; // of its two, the first within the step; the other is 8 on\n"
      "};\n"
      "\n"
-     "KMLA_DEVICE uint64_t query_descriptor(int step_of_16) {\n"
-     "    return matrix_descriptor(query_block(0)) +\n"
-     "           (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);\n"
+    },
+    {"hopper.cuh", 447,
+     "// Descriptor of a k16 step of the query, from that of the first.\n"
+     "KMLA_DEVICE uint64_t query_descriptor(uint64_t first, int step_of_16) {\n"
+     "    return first + (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);\n"
      "}\n"
      "\n"
      "// Raw words of a batch of k16 steps: of the thread's two tokens, one of codes or two of BF16.\n"
@@ -7831,8 +7886,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "KMLA_DEVICE void load_rope(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "#pragma unroll\n"
      "    for (int k = 0; k < kBatchSteps; k++) {\n"
-    },
-    {"hopper.cuh", 442,
      "        const uint8_t* at = record + KMLA_PACKED_ROPE_OFFSET + 32 * (batch * kBatchSteps + k) +\n"
      "                            8 * column;\n"
      "        word2 low = *(const word2*)at, high = *(const word2*)(at + 8 * kPitch);\n"
@@ -7857,7 +7910,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Codes are multiplied as they are, group by group into the same sums. Between groups these are\n"
-     "// multiplied by the token's scale of the group before over that of the next, in the end by the last.\n"
+     "// multiplied by the token's scale of the group before over that of the next, in the end by the\n"
+     "// last.\n"
      "struct key_scales {\n"
      "    float factor[2][kGroups]; // of the thread's two tokens: behind each group\n"
      "};\n"
@@ -7876,7 +7930,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        for (int g = 0; g < kGroups; g++) {\n"
      "            largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);\n"
      "        }\n"
-     "        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.\n"
+     "        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the\n"
+     "        // largest.\n"
      "        uint32_t power = largest & 0x7F800000u;\n"
      "        float to_one = bits_float((254u << 23) - (power < 253u << 23 \? power : 253u << 23));\n"
      "        float before = 1;\n"
@@ -7907,6 +7962,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "KMLA_DEVICE bool is_rope_of_bf16(int batch) { return kPacked && batch >= kLatentBatches; }\n"
      "\n"
+    },
+    {"hopper.cuh", 543,
      "KMLA_DEVICE void load_any_batch(const uint8_t* record, int column, int batch, raw_batch& raw) {\n"
      "    if (is_rope_of_bf16(batch)) {\n"
      "        load_rope(record, column, batch - kLatentBatches, raw);\n"
@@ -7921,6 +7978,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    key_scales scales;\n"
      "    raw_batch raw;\n"
      "    fragment_batch a[2];\n"
+     "    uint64_t query = matrix_descriptor(query_block(opaque(0))); // takes no register elsewhere\n"
      "    load_any_batch(record, s.column, 0, raw);\n"
      "    if (kPacked) {\n"
      "        scales = load_key_scales(record);\n"
@@ -7929,8 +7987,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    load_any_batch(record, s.column, 1, raw);\n"
      "#pragma unroll\n"
      "    for (int batch = 0; batch < kBatches; batch++) {\n"
-    },
-    {"hopper.cuh", 538,
      "        if (kPacked && batch > 0 && batch <= kLatentBatches && batch % per_group == 0) {\n"
      "            wgmma_wait<0>();\n"
      "            scale_scores(score, scales, batch / per_group - 1);\n"
@@ -7938,7 +7994,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        wgmma_fence();\n"
      "#pragma unroll\n"
      "        for (int k = 0; k < kBatchSteps; k++) {\n"
-     "            uint64_t b = query_descriptor(batch * kBatchSteps + k);\n"
+     "            uint64_t b = query_descriptor(query, batch * kBatchSteps + k);\n"
      "            if (is_rope_of_bf16(batch)) {\n"
      "                wgmma_bf16(score, a[batch % 2][k], b, true);\n"
      "            } else {\n"
@@ -7964,9 +8020,16 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// weights are normal floats.\n"
      "constexpr int kLeastExponent = -118, kMidExponent = 8;\n"
      "\n"
-     "// Exponents of the thread's two tokens; the ratios of all four groups to the buffer.\n"
+     "KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }\n"
+     "// Of 2^(exponent - kMidExponent).\n"
+     "KMLA_DEVICE int exponent_of(float power) {\n"
+     "    return kMidExponent + (int)(float_bits(power) >> 23) - 127;\n"
+     "}\n"
+     "\n"
+     "// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the\n"
+     "// buffer.\n"
      "KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,\n"
-     "                              int (&exponent)[2]) {\n"
+     "                              float (&of_token)[2]) {\n"
      "#pragma unroll\n"
      "    for (int i = 0; i < 2; i++) {\n"
      "        word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);\n"
@@ -7979,7 +8042,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^exponent\n"
      "        power = power < (253u << 23) \? power : 253u << 23;\n"
      "        power = maximum(power, (uint32_t)(127 + kLeastExponent) << 23);\n"
-     "        exponent[i] = (int)(power >> 23) - 127;\n"
+     "        of_token[i] = bits_float(power - ((uint32_t)kMidExponent << 23));\n"
      "        // The four lanes of a token store a group each.\n"
      "        uint32_t mine = s.column == 0   \? of_group[0]\n"
      "                        : s.column == 1 \? of_group[1]\n"
@@ -7990,8 +8053,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }\n"
-     "\n"
+    },
+    {"hopper.cuh", 632,
      "// ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors\n"
      "\n"
      "// What a vector does not see has the score -inf. `tokens`: those of the warp that exist.\n"
@@ -8019,8 +8082,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    word2 bits = *(const word2*)(of_vectors + 8 * j + 2 * s.column);\n"
      "    return of_two{{bits_float(bits.x), bits_float(bits.y)}};\n"
      "}\n"
-    },
-    {"hopper.cuh", 626,
      "KMLA_DEVICE pair_terms load_terms(const score_place& s, int j) {\n"
      "    word4 bits = *(const word4*)(terms() + 4 * j + s.column);\n"
      "    return pair_terms{{bits_float(bits.x), bits_float(bits.y)},\n"
@@ -8070,7 +8131,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    int chunk = s.warp * 2 + s.lane / 8 % 2;\n"
      "    uint32_t top = 0;\n"
      "    float top_sum = 0;\n"
-     "    // Some columns are computed, then stored: stores are in order, what is between them need not be.\n"
+     "    // Some columns are computed, then stored: stores are in order, what is between them need not\n"
+     "    // be.\n"
      "    constexpr int some = kColumns > 5 \? 3 : 5;\n"
      "#pragma unroll\n"
      "    for (int first = 0; first < kColumns; first += some) {\n"
@@ -8082,6 +8144,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "                sum[j][i] = weights.sum[i];\n"
      "                of_v[j - first][i] = weights.of_v[i];\n"
      "                top_sum = maximum(top_sum, weights.sum[i]);\n"
+    },
+    {"hopper.cuh", 721,
      "                top = maximum_f16x2(top, weights.of_v[i]);\n"
      "            }\n"
      "        }\n"
@@ -8111,12 +8175,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "// ---- references, the rare case: maxima of each vector over the step\n"
      "\n"
-     "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the\n"
-     "// sum; 1 if it has outgrown its reference.\n"
+     "// What is looked for: the largest score; the largest log2 of what weighs V above the reference of\n"
+     "// the sum; 1 if it has outgrown its reference.\n"
      "enum top_kind { kTopScore, kTopWeight, kOutgrown };\n"
      "\n"
-    },
-    {"hopper.cuh", 720,
      "// Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A\n"
      "// vector's are rotated, so that neither stores nor loads of a warp fall into the same banks.\n"
      "KMLA_DEVICE float* scratch_of(const score_place& s, int n) {\n"
@@ -8125,14 +8187,14 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "template <top_kind kind>\n"
      "KMLA_DEVICE void store_tops(const score_place& s, const accumulators& score,\n"
-     "                            const float (&power)[2], const int (&exponent)[2]) {\n"
+     "                            const float (&power)[2]) {\n"
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
      "        pair_terms of = load_terms(s, j);\n"
      "        column_weights weights = weigh_column(s, score, j, power);\n"
      "        for (int i = 0; i < 2; i++) {\n"
      "            float low = score[4 * j + i] * of.scale[i], high = score[4 * j + 2 + i] * of.scale[i];\n"
-     "            float of_low = (float)exponent[0], of_high = (float)exponent[1];\n"
+     "            float of_low = (float)exponent_of(power[0]), of_high = (float)exponent_of(power[1]);\n"
      "            float top = maximum(low, high);\n"
      "            if (kind == kTopWeight) {\n"
      "                top = maximum(low - of.reference[i] + of_low, high - of.reference[i] + of_high);\n"
@@ -8149,10 +8211,10 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// The largest over the step's tokens, of the thread's vector n < kTile.\n"
      "template <top_kind kind>\n"
      "KMLA_DEVICE float find_top(const score_place& s, const accumulators& score,\n"
-     "                           const float (&power)[2], const int (&exponent)[2]) {\n"
+     "                           const float (&power)[2]) {\n"
      "    float top = -infinity();\n"
      "    meet_group(s); // the scratch is free, and what it is computed from up to date\n"
-     "    store_tops<kind>(s, score, power, exponent);\n"
+     "    store_tops<kind>(s, score, power);\n"
      "    meet_group(s);\n"
      "    if (s.thread < kTile) {\n"
      "        for (int i = 0; i < 8; i++) {\n"
@@ -8170,18 +8232,22 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "KMLA_DEVICE float weight_scale(int a) { return power_of(kMidExponent - a); }\n"
-     "KMLA_DEVICE int exponent_of_scale(float scale) { return kMidExponent + 127 - (int)(float_bits(scale) >> 23); }\n"
+     "KMLA_DEVICE int exponent_of_scale(float scale) {\n"
+     "    return kMidExponent + 127 - (int)(float_bits(scale) >> 23);\n"
+     "}\n"
      "\n"
      "// New references where there are none yet or weights have outgrown them, and factors for what was\n"
-     "// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and\n"
-     "// have met again when it ends.\n"
+     "// summed under the old ones. `first`: no vector has one yet. All threads of the group come here,\n"
+     "// and have met again when it ends.\n"
+    },
+    {"hopper.cuh", 814,
      "KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,\n"
-     "                                  const float (&power)[2], const int (&exponent)[2]) {\n"
+     "                                  const float (&power)[2]) {\n"
      "    int n = s.thread;\n"
      "    bool mine = n < kTile;\n"
      "    float old = mine \? reference_of(n) : 0, before = mine \? weight_scales()[n] : 1;\n"
-     "    bool grown = first || find_top<kOutgrown>(s, score, power, exponent) > 0;\n"
-     "    float top = find_top<kTopScore>(s, score, power, exponent);\n"
+     "    bool grown = first || find_top<kOutgrown>(s, score, power) > 0;\n"
+     "    float top = find_top<kTopScore>(s, score, power);\n"
      "    float factor = 1, now = before;\n"
      "    grown = mine && grown && top > -infinity();\n"
      "    if (grown) {\n"
@@ -8190,13 +8256,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        reference_of(n) = raised;\n"
      "    }\n"
      "    if (kPacked) {\n"
-     "        float top_weight = find_top<kTopWeight>(s, score, power, exponent);\n"
+     "        float top_weight = find_top<kTopWeight>(s, score, power);\n"
      "        bool outgrown = top_weight - (float)exponent_of_scale(before) >\n"
      "                        KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;\n"
      "        if (grown && (old == kNoReference || outgrown)) {\n"
      "            int a = (int)round_up(maximum(top_weight, -200.0f)) - KMLA_I_REFERENCE_BELOW;\n"
-    },
-    {"hopper.cuh", 798,
      "            now = weight_scale(maximum(minimum(a, 126), kLeastExponent));\n"
      "            weight_scales()[n] = now;\n"
      "        }\n"
@@ -8208,7 +8272,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    meet_group(s);\n"
      "}\n"
      "\n"
-     "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.\n"
+     "// The thread's sums of weights, of its two vectors of column j: used once a step, not worth\n"
+     "// registers.\n"
      "KMLA_DEVICE word2& sums_of(const score_place& s, int j) {\n"
      "    return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];\n"
      "}\n"
@@ -8245,14 +8310,12 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);\n"
      "}\n"
      "\n"
-     "// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector\n"
-     "// has a reference yet.\n"
+     "// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no\n"
+     "// vector has a reference yet.\n"
      "KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,\n"
-     "                              const int (&exponent)[2]) {\n"
-     "    float of_step[kColumns][2], power[2];\n"
+     "                              const float (&power)[2]) {\n"
+     "    float of_step[kColumns][2];\n"
      "    bool grown = first;\n"
-     "    power[0] = power_of(exponent[0] - kMidExponent);\n"
-     "    power[1] = power_of(exponent[1] - kMidExponent);\n"
      "    if (!first) {\n"
      "        grown = store_weights(s, score, power, of_step);\n"
      "        fence_async_reads();\n"
@@ -8262,7 +8325,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        rescaled(s.group) = grown;\n"
      "    }\n"
      "    if (grown) {\n"
-     "        raise_references(s, first, score, power, exponent);\n"
+     "        raise_references(s, first, score, power);\n"
      "        scale_sums(s, s.group);\n"
      "        store_weights(s, score, power, of_step);\n"
      "        fence_async_reads();\n"
@@ -8275,6 +8338,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "// Sums over lanes, then warps and groups ascending; factors and targets of the results. The scratch\n"
      "// is the buffer of the step behind the last.\n"
      "KMLA_DEVICE void finish_softmax(const kmla_i_reader_args& args, const score_place& s, int buffer) {\n"
+    },
+    {"hopper.cuh", 911,
      "    float* rows = (float*)weight_block(buffer);\n"
      "#pragma unroll\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
@@ -8298,8 +8363,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        }\n"
      "        float scale = kPacked \? exp2_wide((float)exponent_of_scale(weight_scales()[n]))\n"
      "                              : args.kv_scale;\n"
-    },
-    {"hopper.cuh", 899,
      "        finish_vector(args, n, total, reference_of(n), scale);\n"
      "    }\n"
      "}\n"
@@ -8311,20 +8374,22 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE score_place find_score_place(int thread) {\n"
+     "KMLA_DEVICE score_place find_score_place(int of_block) {\n"
      "    score_place s;\n"
-     "    s.group = thread / kScoreThreads;\n"
-     "    s.thread = thread % kScoreThreads;\n"
-     "    s.warp = s.thread / 32;\n"
-     "    s.lane = s.thread % 32;\n"
-     "    s.row_in_quad = s.lane / 4;\n"
-     "    s.column = s.lane % 4;\n"
+     "    unsigned thread = (unsigned)of_block; // so that divisions are shifts\n"
+     "    s.group = (int)(thread / kScoreThreads);\n"
+     "    s.thread = (int)(thread % kScoreThreads);\n"
+     "    s.warp = (int)(thread % kScoreThreads / 32);\n"
+     "    s.lane = (int)(thread % 32);\n"
+     "    s.row_in_quad = (int)(thread % 32 / 4);\n"
+     "    s.column = (int)(thread % 4);\n"
      "    s.token = 16 * s.warp + s.row_in_quad;\n"
      "    return s;\n"
      "}\n"
      "\n"
-     "KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {\n"
-     "    score_place s = find_score_place(thread_index());\n"
+     "KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args) {\n"
+     "    score_place s = find_score_place(opaque(thread_index()));\n"
+     "    token_walk walk = find_walk();\n"
      "    for (int j = 0; j < kColumns; j++) {\n"
      "        sums_of(s, j) = word2{0, 0};\n"
      "    }\n"
@@ -8332,29 +8397,30 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    ring_place low = place_after(ring_place{0, 0}, 2 * step);\n"
      "#pragma unroll 1\n"
      "    for (; step < walk.steps; step += 2) {\n"
-     "        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step\n"
+     "        s = find_score_place(opaque(thread_index())); // places take no registers from step to step\n"
      "        ring_place high = place_after(low, 1);\n"
-     "        int token = walk.first + step * kStep;\n"
+     "        int token = bounds().begin / kStep * kStep + step * kStep;\n"
      "        bool full = wait_for_runs(token, low, high);\n"
      "        int slot = s.warp < 2 \? low.slot : high.slot;\n"
      "        uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);\n"
      "        const uint8_t* record =\n"
      "            records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;\n"
      "        accumulators score;\n"
-     "        int exponent[2] = {0, 0};\n"
+     "        float power[2] = {1, 1};\n"
      "        multiply_keys(s, record, score);\n"
      "        s = find_score_place(opaque(thread_index()));\n"
      "        take_buffer(s.group, step);\n"
      "        if (kPacked) {\n"
-     "            store_ratios(s, record, s.group, exponent);\n"
+     "            store_ratios(s, record, s.group, power);\n"
      "        }\n"
      "        if (!full) {\n"
      "            mask_scores(s, token, tokens, score);\n"
      "        }\n"
      "        if (step > 0) {\n"
      "            take_turn(s);\n"
+     "            s = find_score_place(opaque(thread_index()));\n"
      "        }\n"
-     "        softmax_step(s, step == 0, score, exponent);\n"
+     "        softmax_step(s, step == 0, score, power);\n"
      "        if (s.thread == 0) {\n"
      "            barrier_arrive(weights_ready(s.group));\n"
      "        }\n"
@@ -8372,7 +8438,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time\n"
+     "// ---- PV: 64 dims a value warp\n"
      "\n"
      "// Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.\n"
      "KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {\n"
@@ -8382,6 +8448,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    token[3] = *(const word2*)(at + 9 * kPitch);\n"
      "}\n"
      "\n"
+    },
+    {"hopper.cuh", 1019,
      "// To V^T fragments, as in the portable reader, times the tokens' ratios.\n"
      "template <bool masked>\n"
      "KMLA_DEVICE void values_to_fragments(const word2 (&token)[4], const uint32_t* ratios,\n"
@@ -8407,8 +8475,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "}\n"
      "\n"
      "// Converted values of a k16 step; with registers to spare those of two.\n"
-    },
-    {"hopper.cuh", 1006,
      "constexpr int kValueBuffers = kTile <= 32 \? 2 : 1;\n"
      "\n"
      "// V^T P^T of a step's first `steps` k16 steps. `token`: raw bytes of the first.\n"
@@ -8479,6 +8545,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "        bool full = wait_for_runs(token, place, after);\n"
      "        const uint8_t* low = records_of(place.slot) + offset;\n"
      "        const uint8_t* high = records_of(after.slot) + offset;\n"
+    },
+    {"hopper.cuh", 1114,
      "        load_values(low, raw);\n"
      "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n"
      "        if (rescaled(buffer)) {\n"
@@ -8513,8 +8581,6 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    barrier_init_fence();\n"
      "}\n"
      "\n"
-    },
-    {"hopper.cuh", 1110,
      "KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {\n"
      "    wait_dependency();\n"
      "    if (block_z() == args.groups) {\n"
@@ -8529,6 +8595,8 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (thread_index() == 0) {\n"
      "        init_barriers(s);\n"
      "    }\n"
+     "    query_share q;\n"
+     "    load_query(args, s, q); // under way while the ranges are found\n"
      "    find_ranges(args, s, weight_block(0));\n"
      "    sync_block();\n"
      "    token_walk walk = find_walk();\n"
@@ -8537,11 +8605,11 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    if (!scores) {\n"
      "        copy_first_runs(args, s, walk);\n"
      "    }\n"
-     "    stage_query(args, s);\n"
+     "    stage_query(args, q);\n"
      "    sync_block();\n"
      "    if (scores) {\n"
      "        registers_release<kScoreRegisters>();\n"
-     "        score_tokens(args, walk);\n"
+     "        score_tokens(args);\n"
      "    } else {\n"
      "        registers_take<kValueRegisters>();\n"
      "        weigh_values(args, s, walk);\n"
@@ -8709,7 +8777,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "    }\n"
      "}\n"
      "\n"
-     "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
      "    wait_dependency();\n"
      "    weighted_sum<true, false>(args);\n"
      "}\n"
@@ -8721,7 +8789,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
      "\n"
      "#ifndef KMLA_TILE // support kernels\n"
      "\n"
-     "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {\n"
+     "KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {\n"
      "    if (args.share > 0) {\n"
      "        weighted_sum<false, true>(args);\n"
      "    } else {\n"
@@ -8886,7 +8954,7 @@ static const kmla_i_device_part kmla_i_device_parts[] = {
     },
 };
 #endif
-#define KMLA_I_DEVICE_PARTS_HASH 0x614FA4139E256372ull
+#define KMLA_I_DEVICE_PARTS_HASH 0xC7730A0C68E6E3BBull
 // clang-format on
 // >>device source end
 

@@ -91,6 +91,7 @@ void note_write(const void* shared, unsigned bytes, int thread);
 void note_copy_start(const void* shared, unsigned bytes, int thread);
 void note_copy_by_thread(const void* shared, unsigned bytes, int thread);
 void note_copy_by_engine(const void* shared, unsigned bytes, const void* barrier);
+void settle_stores(); // where a thread ends: its last store is done
 void fence_async_reads();
 void check_fenced(const char* instruction, const void* shared, unsigned bytes);
 

@@ -7,6 +7,9 @@
 // where this run's values came out right. So do an access to where a copy is under way, and a wgmma
 // that reads what some thread stored and did not fence_async_reads() since.
 //
+// A store of what is there already is no race, and its warp may load that without a barrier: warps
+// that compute the same store it each for itself.
+//
 // Configurations under ASan have no such calls: there only what the emulator itself does is seen.
 
 #include "emulator.h"
@@ -39,6 +42,7 @@ static bool watching = true;
 
 // By offset: the last store, and two loads, of warps that did not meet in between if there are any.
 static std::vector<access> writes, reads[2];
+static std::vector<uint32_t> echoes; // the warps that stored, since, what was there already
 
 // Of each agent: what it did up to this time comes before.
 struct history {
@@ -78,6 +82,7 @@ void order_start(int thread_count) {
     writes.resize(std::max<size_t>(writes.size(), here.shared_bytes));
     reads[0].resize(writes.size());
     reads[1].resize(writes.size());
+    echoes.resize(writes.size());
     if (now > under_way / 2) {
         now = 0;
         for (std::vector<access>* each : {&writes, &reads[0], &reads[1]}) {
@@ -94,6 +99,7 @@ void order_start(int thread_count) {
 }
 
 void order_lanes(int warp, unsigned lanes) {
+    settle_stores();
     history all = of_warp[warp];
     for (int i = warp * 32; i < warp * 32 + 32; ++i) {
         if (lanes >> i % 32 & 1) {
@@ -118,6 +124,7 @@ void order_lanes(int warp, unsigned lanes) {
 }
 
 void order_block() {
+    settle_stores();
     history all = of_warp[0];
     for (int i = 0; i < threads; ++i) {
         if (alone[i] || i % 32 == 0) {
@@ -131,6 +138,7 @@ void order_block() {
 }
 
 void order_release(const void* barrier, int thread) {
+    settle_stores();
     history& its = meetings[barrier].arriving;
     join(its, history_of(thread));
     its.until[thread] = now++;
@@ -193,39 +201,67 @@ static bool comes_before(const access& other, int thread) {
            (other.agent == thread && other.time != under_way);
 }
 
-static void check_writes(size_t first, unsigned bytes, int thread, const char* does,
-                         const void* from) {
+// The first of some bytes whose access does not come before the thread's; `end` if there is none.
+static size_t find_race(const std::vector<access>& accesses, size_t first, size_t end, int thread) {
     access good = {0, 0};
-    for (size_t i = first; i < first + bytes; ++i) {
-        if (!same(writes[i], good)) {
-            if (!comes_before(writes[i], thread)) {
-                die_of_race(does, i, thread, "wrote", writes[i], from);
+    for (size_t i = first; i < end; ++i) {
+        if (!same(accesses[i], good)) {
+            if (!comes_before(accesses[i], thread)) {
+                return i;
             }
-            good = writes[i];
+            good = accesses[i];
         }
+    }
+    return end;
+}
+
+// A store that is a race unless it leaves its bytes as they are: to be seen when it is done.
+static struct {
+    size_t first, race;
+    unsigned bytes; // 0: there is none
+    int thread;
+    unsigned char before[16];
+    const char* did;
+    access other;
+    const void* from;
+} doubtful;
+
+void settle_stores() {
+    if (doubtful.bytes == 0) {
+        return;
+    }
+    unsigned bytes = doubtful.bytes;
+    doubtful.bytes = 0;
+    if (memcmp(here.shared + doubtful.first, doubtful.before, bytes)) {
+        die_of_race("writes", doubtful.race, doubtful.thread, doubtful.did, doubtful.other,
+                    doubtful.from);
+    }
+    for (size_t i = doubtful.first; i < doubtful.first + bytes; ++i) {
+        echoes[i] |= 1u << doubtful.thread / 32;
     }
 }
 
-static void check_reads(size_t first, unsigned bytes, int thread, const void* from) {
-    for (const std::vector<access>& read : reads) {
-        access good = {0, 0};
-        for (size_t i = first; i < first + bytes; ++i) {
-            if (!same(read[i], good)) {
-                if (!comes_before(read[i], thread)) {
-                    die_of_race("writes", i, thread, "read", read[i], from);
-                }
-                good = read[i];
-            }
-        }
+static void doubt(size_t first, unsigned bytes, size_t race, int thread, const char* did,
+                  const access& other, const void* from) {
+    if (!from || bytes > sizeof doubtful.before || other.time == under_way || !watching) {
+        die_of_race("writes", race, thread, did, other, from);
+        return;
     }
+    doubtful = {first, race, bytes, thread, {}, did, other, from};
+    memcpy(doubtful.before, here.shared + first, bytes);
 }
 
 // Takes the place of a read by the same warp or of one that came before.
 static void note_read_from(const void* shared, unsigned bytes, int thread, const void* from) {
-    size_t first = offset_of(shared);
+    size_t first = offset_of(shared), end = first + bytes;
     access last = {0, 0};
     int place = 0;
-    check_writes(first, bytes, thread, "reads", from);
+    settle_stores();
+    for (size_t race = first; (race = find_race(writes, race, end, thread)) < end; ++race) {
+        if (!(echoes[race] >> thread / 32 & 1)) {
+            die_of_race("reads", race, thread, "wrote", writes[race], from);
+        }
+    }
     for (size_t i = first; i < first + bytes; ++i) {
         if (!same(reads[0][i], last)) {
             last = reads[0][i];
@@ -236,10 +272,20 @@ static void note_read_from(const void* shared, unsigned bytes, int thread, const
 }
 
 static void note_write_from(const void* shared, unsigned bytes, int thread, const void* from) {
-    size_t first = offset_of(shared);
-    check_writes(first, bytes, thread, "writes", from);
-    check_reads(first, bytes, thread, from);
+    size_t first = offset_of(shared), end = first + bytes;
+    settle_stores();
+    for (const std::vector<access>* each : {&writes, &reads[0], &reads[1]}) {
+        size_t race = find_race(*each, first, end, thread);
+        if (race < end) {
+            const char* did = each == &writes ? "wrote" : "read";
+            doubt(first, bytes, race, thread, did, (*each)[race], from);
+            if (doubtful.bytes) {
+                return;
+            }
+        }
+    }
     std::fill_n(writes.begin() + (long)first, bytes, access{now, thread});
+    std::fill_n(echoes.begin() + (long)first, bytes, 0);
 }
 
 void note_read(const void* shared, unsigned bytes, int thread) {

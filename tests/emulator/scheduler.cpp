@@ -334,6 +334,7 @@ static void fiber() {
 #endif
     for (;;) {
         running->what->run(running->args);
+        settle_stores();
         --block.alive;
         if (block.alive > 0 && block.at_barrier == block.alive) {
             release_block_barrier();

@@ -170,8 +170,8 @@ KMLA_KERNEL(where_kernel, buffer_args, 32, 1) {
 
 // ---- races; how is 1 with what prevents them
 
-// All lanes write the same word: one race between warps, even though no value can show it.
-KMLA_KERNEL(same_value_kernel, buffer_args, 64, 1) {
+// A word that two warps write, which no value that is read can show. Bit 1 of how: both the same.
+KMLA_KERNEL(two_stores_kernel, buffer_args, 64, 1) {
     uint32_t* shared = (uint32_t*)shared_memory();
     if (thread_index() == 0) {
         shared[0] = 5;
@@ -180,8 +180,17 @@ KMLA_KERNEL(same_value_kernel, buffer_args, 64, 1) {
         sync_block();
     }
     if (thread_index() == 40) {
+        shared[0] = args.how & 2 ? 5 : 6;
+    }
+}
+
+// Each lane stores what all others do, and loads it (bit 0 of how), or its neighbour's warp does.
+KMLA_KERNEL(echo_kernel, buffer_args, 64, 1) {
+    uint32_t* shared = (uint32_t*)shared_memory();
+    if (args.how || thread_index() < 32) {
         shared[0] = 5;
     }
+    args.out[thread_index()] = shared[0];
 }
 
 // Warp 1 reads before warp 0 writes again, whatever the schedule is: the vote of a warp is no
@@ -1222,7 +1231,8 @@ static void test_races() {
     for (unsigned seed = 0; seed < 20; ++seed) {
         device::buffer_args args = {out, nullptr, 3};
         kmla_emulator_seed(seed);
-        run_block("same_value_kernel", &args, 16);
+        run_block("two_stores_kernel", &args, 16);
+        run_block("echo_kernel", &args, 16);
         run_block("read_then_write_kernel", &args, 16);
         run_block("bytes_kernel", &args, 64);
         run_block("chain_kernel", &args, 16);
@@ -1230,7 +1240,10 @@ static void test_races() {
     }
     expect_death("neighbour_kernel", 0, 1024, "race: ");
     expect_death("lane_kernel", 0, 1024, "race: ");
-    expect_death("same_value_kernel", 0, 16, "with no barrier between");
+    expect_death("two_stores_kernel", 0, 16, "with no barrier between");
+    expect_death("echo_kernel", 0, 16, "race: ");
+    device::buffer_args same = {out, nullptr, 2};
+    run_block("two_stores_kernel", &same, 16);
     expect_death("read_then_write_kernel", 0, 16, "with no barrier between");
     expect_death("chain_kernel", 2, 16, "with no barrier between");
     expect_death("chain_kernel", 1, 16, "with no barrier between");

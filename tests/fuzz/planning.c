@@ -425,15 +425,16 @@ static void check_card(const kmla_plan* plan) {
     if (plan->reader == KMLA_READER_HOPPER) {
         FUZZ_CHECK(card->compute_major == 9 && card->compute_minor == 0);
         FUZZ_CHECK(plan->shape.kv_format != KMLA_KV_BF16);
-        FUZZ_CHECK(plan->tile % 8 == 0 && plan->tile >= 8 && plan->tile <= 40);
+        FUZZ_CHECK(plan->tile % 8 == 0 && plan->tile >= 8 && plan->tile <= 56);
+        FUZZ_CHECK(plan->stages >= 5 && plan->stages <= 10); // runs of its ring
     } else {
         FUZZ_CHECK(plan->tile == 8 || plan->tile == 16 || plan->tile == 32);
+        FUZZ_CHECK(plan->stages == 2);
     }
     FUZZ_CHECK(plan->launches == (plan->splits > 1 ? 2 : 1));
     FUZZ_CHECK(card->compute_major >= 8);
     FUZZ_CHECK(plan->shared_bytes > 0 && plan->shared_bytes <= card->shared_bytes);
     FUZZ_CHECK(plan->threads > 0 && plan->threads <= 1024 && plan->threads % 32 == 0);
-    FUZZ_CHECK(plan->stages >= 2);
     FUZZ_CHECK(plan->resident >= 1);
     FUZZ_CHECK(plan->resident == 1 || // and each takes 1 KiB more
                plan->resident * (plan->shared_bytes + (int64_t)1024) <= card->shared_bytes_sm);

@@ -104,7 +104,8 @@ static void compile_reader(kmla_gpu* gpu, cell* at, const kmla_device* device, i
 }
 
 static void compile_all(kmla_gpu* gpu, cell* at) {
-    static const int32_t tiles[] = {8, 16, 32, 24, 40}; // the portable reader has the first three
+    // The portable reader has the first three.
+    static const int32_t tiles[] = {8, 16, 32, 24, 40, 48, 56};
     int hopper = strcmp(at->architecture, "90a") == 0;
     int32_t reader = hopper ? KMLA_READER_HOPPER : KMLA_READER_PORTABLE;
     const card_facts* facts = card_of_architecture(atoi(at->architecture));
@@ -121,7 +122,7 @@ static void compile_all(kmla_gpu* gpu, cell* at) {
     }
     for (kv_format = KMLA_KV_PACKED; kv_format <= (hopper ? KMLA_KV_E4M3 : KMLA_KV_BF16);
          ++kv_format) {
-        for (i = 0; i < (hopper ? 5 : 3) && !at->refused; ++i) {
+        for (i = 0; i < (hopper ? 7 : 3) && !at->refused; ++i) {
             compile_reader(gpu, at, &device, reader, kv_format, tiles[i]);
         }
     }

@@ -2,7 +2,7 @@
 
 #ifndef KMLA_TILE // support kernels
 
-KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
+KMLA_KERNEL(kmla_combine, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {
     if (args.share > 0) {
         weighted_sum<false, true>(args);
     } else {

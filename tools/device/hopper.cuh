@@ -1,15 +1,15 @@
 // The Hopper reader: sm_90a, wgmma. FP8 KV; BF16 KV is the portable reader's.
 //
-// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T P^T,
-// and A comes from registers, converted from raw bytes. B, the query and the weights, lies in shared
-// memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16 tokens a
-// warp), one the even steps and one the odd, each into a weight buffer of its own; two weigh values
-// with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens. The score groups
-// take turns at softmax, so that each step's references are the next's.
+// As in the portable reader tokens are the M side of S^T = K q^T, latent dims that of O^T = V^T
+// P^T, and A comes from registers, converted from raw bytes. B, the query and the weights, lies in
+// shared memory. A step is 64 tokens. Four warpgroups share the work: two score (QK and softmax, 16
+// tokens a warp), one the even steps and one the odd, each into a weight buffer of its own; two
+// weigh values with these (PV, 64 dims a warp) and copy records into a ring of runs of 32 tokens.
+// The score groups take turns at softmax, so that each step's references are the next's.
 //
 // Weights are computed with the references that are there; a vote says whether some vector has
-// outgrown its own, and only then maxima are taken and the step's weights computed again. A vector's
-// value depends on its own scores alone.
+// outgrown its own, and only then maxima are taken and the step's weights computed again. A
+// vector's value depends on its own scores alone.
 
 #if defined(KMLA_TILE) && defined(KMLA_HOPPER)
 
@@ -40,7 +40,8 @@ constexpr int kRunsAt = kWeightsAt + 2 * kTile * 128;
 constexpr int kRatiosAt = kRunsAt + kStages * kRunTokens * kPitch; // f16 [2][4][64 tokens]
 constexpr int kStateAt = kRatiosAt + (kPacked ? 2 * kGroups * kStep * 2 : 0); // fp32 [7][tile]
 constexpr int kSumsAt = kStateAt + 7 * kTile * 4; // fp32 pairs [tile / 8][threads that score]
-static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES, "host and device layouts differ");
+static_assert(kSumsAt + kColumns * 2 * kScoreThreads * 8 == KMLA_SHARED_BYTES,
+              "host and device layouts differ");
 
 // Behind what both readers have there: barriers of the weight buffers, votes, what a step says.
 constexpr int kReadyAt = kFactsAt + (int)sizeof(tile_facts);
@@ -61,7 +62,7 @@ KMLA_DEVICE uint32_t* votes_of(int buffer) {
 KMLA_DEVICE int& rescaled(int buffer) { return ((int*)(shared_memory() + kSaidAt))[buffer]; }
 // Of a run: a bit a token, it exists.
 KMLA_DEVICE uint32_t& run_tokens(int slot) {
-    return ((uint32_t*)(shared_memory() + kMasksAt))[slot];
+    return ((uint32_t*)(shared_memory() + opaque(kMasksAt)))[slot]; // no register for its base
 }
 
 KMLA_DEVICE uint8_t* query_block(int block) {
@@ -127,7 +128,7 @@ KMLA_DEVICE ring_place place_after(ring_place at, int runs) { // at most kStages
 KMLA_DEVICE bool wait_for_runs(int token, ring_place low, ring_place high) {
     barrier_wait(arrival_of(low.slot), low.parity);
     barrier_wait(arrival_of(high.slot), high.parity);
-    return token >= bounds().full_begin && token + kStep <= bounds().full_end &&
+    return token >= bounds().full_begin && token <= bounds().full_end - kStep &&
            (run_tokens(low.slot) & run_tokens(high.slot)) == 0xFFFFFFFFu;
 }
 
@@ -228,50 +229,70 @@ KMLA_DEVICE void load_query_part(const kmla_i_reader_args& args, uint64_t record
     }
 }
 
-KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place& s, int n) {
-    int vector = s.first_vector + n, part = s.lane % kQueryLanes;
-    bool exists = vector < s.vectors;
-    uint64_t record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
-                      vector % args.heads * args.query_head_stride;
-    float amax = 0, factor;
-    uint32_t kept[kQueryParts][8];
-    bool plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;
-    if (plain) { // the usual case: all loads at once
+// A thread's part of the query: one vector of the tile, if that has so many.
+struct query_share {
+    int n, part;     // which vector; which lane of it
+    uint64_t record; // its address
+    bool exists, plain;
+    uint32_t pair[kQueryParts][8]; // plain BF16, the usual case: all loads at once, and early
+};
+static_assert(kTile * kQueryLanes <= KMLA_I_HOPPER_THREADS, "a vector each");
+
+KMLA_DEVICE void load_query(const kmla_i_reader_args& args, const block_place& s, query_share& q) {
+    int vector;
+    q.n = thread_index() / kQueryLanes;
+    q.part = s.lane % kQueryLanes;
+    vector = s.first_vector + q.n;
+    q.exists = q.n < kTile && vector < s.vectors;
+    q.plain = args.query_format == KMLA_QUERY_BF16 && !args.e4m3_query;
+    q.record = args.query + (s.first_row + vector / args.heads) * args.query_row_stride +
+               vector % args.heads * args.query_head_stride;
+    if (!q.plain) {
+        return;
+    }
 #pragma unroll
-        for (int i = 0; i < kQueryParts; i++) {
-            bool inside = exists && kQueryLanes * i + part < KMLA_QUERY_DIMS / 16;
-            load_bf16(inside ? record + 32 * (kQueryLanes * i + part) : args.query, kept[i]);
-            for (int w = 0; w < 8; w++) {
-                kept[i][w] = inside ? kept[i][w] : 0;
-            }
+    for (int i = 0; i < kQueryParts; i++) {
+        int block = kQueryLanes * i + q.part;
+        for (int w = 0; w < 8; w++) {
+            q.pair[i][w] = 0;
         }
+        if (q.exists && block < KMLA_QUERY_DIMS / 16) {
+            load_bf16(q.record + 32 * block, q.pair[i]);
+        }
+    }
+}
+
+KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const query_share& q) {
+    int n = q.n, part = q.part;
+    float amax = 0, factor;
+    if (q.plain) {
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
-            amax = lane_amax(kept[i], amax);
+            amax = lane_amax(q.pair[i], amax);
         }
     } else {
 #pragma unroll 1
         for (int i = 0; i < kQueryParts; i++) {
             uint32_t pair[8];
-            load_query_part(args, record, exists, i, part, pair);
+            load_query_part(args, q.record, q.exists, i, part, pair);
             amax = lane_amax(pair, amax);
         }
     }
     amax = vector_amax(amax);
     int exponent = minimum(maximum((int)(float_bits(amax) >> 23), 64), 254);
     factor = bits_float((uint32_t)(127 + 14 + 127 - exponent) << 23);
-    if (plain) {
+    if (q.plain) {
 #pragma unroll
         for (int i = 0; i < kQueryParts; i++) {
             if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
-                store_query_block(n, kQueryLanes * i + part, kept[i], factor);
+                store_query_block(n, kQueryLanes * i + part, q.pair[i], factor);
             }
         }
     } else {
 #pragma unroll 1
         for (int i = 0; i < kQueryParts; i++) {
             uint32_t pair[8];
-            load_query_part(args, record, exists, i, part, pair);
+            load_query_part(args, q.record, q.exists, i, part, pair);
             if (kQueryLanes * i + part < KMLA_QUERY_DIMS / 16) {
                 store_query_block(n, kQueryLanes * i + part, pair, factor);
             }
@@ -285,11 +306,9 @@ KMLA_DEVICE void stage_vector(const kmla_i_reader_args& args, const block_place&
     }
 }
 
-KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const block_place& s) {
-#pragma unroll 1
-    for (int n = thread_index() / kQueryLanes; n < kTile;
-         n += KMLA_I_HOPPER_THREADS / kQueryLanes) {
-        stage_vector(args, s, n);
+KMLA_DEVICE void stage_query(const kmla_i_reader_args& args, const query_share& q) {
+    if (q.n < kTile) { // whole warps
+        stage_vector(args, q);
     }
     fence_async_reads();
 }
@@ -302,7 +321,7 @@ KMLA_DEVICE bool copies_in_bulk(const block_place& s) { return kPitch == kRecord
 
 // The table's entry for the page of a run, -1 if none of its tokens is wanted.
 KMLA_DEVICE int look_up_run(const kmla_i_reader_args& args, const block_place& s, int token) {
-    bool wanted = token < bounds().end && token + kRunTokens > bounds().begin;
+    bool wanted = token < bounds().end && token > bounds().begin - kRunTokens;
     return wanted ? table_entry(args, s.group, token) : -1;
 }
 
@@ -370,7 +389,7 @@ KMLA_DEVICE void copy_first_runs(const kmla_i_reader_args& args, const block_pla
 #pragma unroll 1
     for (int run = 0; run < runs; run++) {
         int token = walk.first + run * kRunTokens;
-        int next = look_up_record(args, s, token + kRunTokens);
+        int next = run + 1 < runs ? look_up_record(args, s, token + kRunTokens) : -1;
         copy_run_of_records(args, s, run, token, entry);
         entry = next;
     }
@@ -384,11 +403,16 @@ struct next_copies {
 
 KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s,
                             const token_walk& walk, next_copies& next) {
+    if (next.run >= 2 * walk.steps) {
+        return; // and nowhere near the largest token
+    }
     int token = walk.first + next.run * kRunTokens;
     if (!copies_in_bulk(s)) {
         next.entry[0] = look_up_record(args, s, token);
-        next.entry[1] = look_up_record(args, s, token + kRunTokens);
-    } else if (s.warp == 0 && s.lane < 2) {
+        if (next.run + 1 < 2 * walk.steps) {
+            next.entry[1] = look_up_record(args, s, token + kRunTokens);
+        }
+    } else if (s.warp == 0 && s.lane < 2 && next.run + s.lane < 2 * walk.steps) {
         next.entry[0] = look_up_run(args, s, token + s.lane * kRunTokens);
     }
 }
@@ -396,7 +420,8 @@ KMLA_DEVICE void look_ahead(const kmla_i_reader_args& args, const block_place& s
 // `place`: of the first of the two runs whose place is free now.
 KMLA_DEVICE void copy_next_runs(const kmla_i_reader_args& args, const block_place& s,
                                 const token_walk& walk, ring_place place, next_copies& next) {
-    int token = walk.first + next.run * kRunTokens, left = 2 * walk.steps - next.run;
+    int left = 2 * walk.steps - next.run;
+    int token = left > 0 ? walk.first + next.run * kRunTokens : 0;
     if (!copies_in_bulk(s)) {
         for (int i = 0; i < 2 && i < left; i++) {
             copy_run_of_records(args, s, place_after(place, i).slot, token + i * kRunTokens,
@@ -419,9 +444,9 @@ struct score_place {
     int token; // of its two, the first within the step; the other is 8 on
 };
 
-KMLA_DEVICE uint64_t query_descriptor(int step_of_16) {
-    return matrix_descriptor(query_block(0)) +
-           (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);
+// Descriptor of a k16 step of the query, from that of the first.
+KMLA_DEVICE uint64_t query_descriptor(uint64_t first, int step_of_16) {
+    return first + (uint64_t)(step_of_16 / 4 * kTile * 128 / 16 + step_of_16 % 4 * 2);
 }
 
 // Raw words of a batch of k16 steps: of the thread's two tokens, one of codes or two of BF16.
@@ -463,7 +488,8 @@ KMLA_DEVICE void batch_to_fragments(const raw_batch& raw, bool rope_of_bf16, fra
 }
 
 // Codes are multiplied as they are, group by group into the same sums. Between groups these are
-// multiplied by the token's scale of the group before over that of the next, in the end by the last.
+// multiplied by the token's scale of the group before over that of the next, in the end by the
+// last.
 struct key_scales {
     float factor[2][kGroups]; // of the thread's two tokens: behind each group
 };
@@ -482,7 +508,8 @@ KMLA_DEVICE key_scales load_key_scales(const uint8_t* record) {
         for (int g = 0; g < kGroups; g++) {
             largest = maximum(largest, of_group[g] & 0x7FFFFFFFu);
         }
-        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the largest.
+        // Scales are brought near 1, so that the least is a normal number: times 2^-e of the
+        // largest.
         uint32_t power = largest & 0x7F800000u;
         float to_one = bits_float((254u << 23) - (power < 253u << 23 ? power : 253u << 23));
         float before = 1;
@@ -527,6 +554,7 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
     key_scales scales;
     raw_batch raw;
     fragment_batch a[2];
+    uint64_t query = matrix_descriptor(query_block(opaque(0))); // takes no register elsewhere
     load_any_batch(record, s.column, 0, raw);
     if (kPacked) {
         scales = load_key_scales(record);
@@ -542,7 +570,7 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBatchSteps; k++) {
-            uint64_t b = query_descriptor(batch * kBatchSteps + k);
+            uint64_t b = query_descriptor(query, batch * kBatchSteps + k);
             if (is_rope_of_bf16(batch)) {
                 wgmma_bf16(score, a[batch % 2][k], b, true);
             } else {
@@ -568,9 +596,16 @@ KMLA_DEVICE void multiply_keys(const score_place& s, const uint8_t* record, accu
 // weights are normal floats.
 constexpr int kLeastExponent = -118, kMidExponent = 8;
 
-// Exponents of the thread's two tokens; the ratios of all four groups to the buffer.
+KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }
+// Of 2^(exponent - kMidExponent).
+KMLA_DEVICE int exponent_of(float power) {
+    return kMidExponent + (int)(float_bits(power) >> 23) - 127;
+}
+
+// 2^(exponent - kMidExponent) of the thread's two tokens; the ratios of all four groups to the
+// buffer.
 KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int buffer,
-                              int (&exponent)[2]) {
+                              float (&of_token)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         word4 bits = *(const word4*)(record + i * 8 * kPitch + KMLA_PACKED_SCALE_OFFSET);
@@ -583,7 +618,7 @@ KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int b
         uint32_t power = (largest + 0x007FFFFFu) & 0x7F800000u; // 2^exponent
         power = power < (253u << 23) ? power : 253u << 23;
         power = maximum(power, (uint32_t)(127 + kLeastExponent) << 23);
-        exponent[i] = (int)(power >> 23) - 127;
+        of_token[i] = bits_float(power - ((uint32_t)kMidExponent << 23));
         // The four lanes of a token store a group each.
         uint32_t mine = s.column == 0   ? of_group[0]
                         : s.column == 1 ? of_group[1]
@@ -593,8 +628,6 @@ KMLA_DEVICE void store_ratios(const score_place& s, const uint8_t* record, int b
         ratios_of(buffer, s.column)[s.token + 8 * i] = (uint16_t)pack_f16(ratio, 0.0f);
     }
 }
-
-KMLA_DEVICE float power_of(int exponent) { return bits_float((uint32_t)(127 + exponent) << 23); }
 
 // ---- softmax, in registers: the thread has two tokens and every fourth pair of vectors
 
@@ -672,7 +705,8 @@ KMLA_DEVICE bool store_weights(const score_place& s, const accumulators& score,
     int chunk = s.warp * 2 + s.lane / 8 % 2;
     uint32_t top = 0;
     float top_sum = 0;
-    // Some columns are computed, then stored: stores are in order, what is between them need not be.
+    // Some columns are computed, then stored: stores are in order, what is between them need not
+    // be.
     constexpr int some = kColumns > 5 ? 3 : 5;
 #pragma unroll
     for (int first = 0; first < kColumns; first += some) {
@@ -713,8 +747,8 @@ KMLA_DEVICE bool any_of_group(const score_place& s, bool mine) {
 
 // ---- references, the rare case: maxima of each vector over the step
 
-// What is looked for: the largest score; the largest log2 of what weighs V above the reference of the
-// sum; 1 if it has outgrown its reference.
+// What is looked for: the largest score; the largest log2 of what weighs V above the reference of
+// the sum; 1 if it has outgrown its reference.
 enum top_kind { kTopScore, kTopWeight, kOutgrown };
 
 // Scratch: a weight buffer that is the group's, fp32 [tile][32], one of each warp's eight rows. A
@@ -725,14 +759,14 @@ KMLA_DEVICE float* scratch_of(const score_place& s, int n) {
 
 template <top_kind kind>
 KMLA_DEVICE void store_tops(const score_place& s, const accumulators& score,
-                            const float (&power)[2], const int (&exponent)[2]) {
+                            const float (&power)[2]) {
 #pragma unroll
     for (int j = 0; j < kColumns; j++) {
         pair_terms of = load_terms(s, j);
         column_weights weights = weigh_column(s, score, j, power);
         for (int i = 0; i < 2; i++) {
             float low = score[4 * j + i] * of.scale[i], high = score[4 * j + 2 + i] * of.scale[i];
-            float of_low = (float)exponent[0], of_high = (float)exponent[1];
+            float of_low = (float)exponent_of(power[0]), of_high = (float)exponent_of(power[1]);
             float top = maximum(low, high);
             if (kind == kTopWeight) {
                 top = maximum(low - of.reference[i] + of_low, high - of.reference[i] + of_high);
@@ -749,10 +783,10 @@ KMLA_DEVICE void store_tops(const score_place& s, const accumulators& score,
 // The largest over the step's tokens, of the thread's vector n < kTile.
 template <top_kind kind>
 KMLA_DEVICE float find_top(const score_place& s, const accumulators& score,
-                           const float (&power)[2], const int (&exponent)[2]) {
+                           const float (&power)[2]) {
     float top = -infinity();
     meet_group(s); // the scratch is free, and what it is computed from up to date
-    store_tops<kind>(s, score, power, exponent);
+    store_tops<kind>(s, score, power);
     meet_group(s);
     if (s.thread < kTile) {
         for (int i = 0; i < 8; i++) {
@@ -770,18 +804,20 @@ KMLA_DEVICE float round_up(float x) { // |x| < 2^22
 }
 
 KMLA_DEVICE float weight_scale(int a) { return power_of(kMidExponent - a); }
-KMLA_DEVICE int exponent_of_scale(float scale) { return kMidExponent + 127 - (int)(float_bits(scale) >> 23); }
+KMLA_DEVICE int exponent_of_scale(float scale) {
+    return kMidExponent + 127 - (int)(float_bits(scale) >> 23);
+}
 
 // New references where there are none yet or weights have outgrown them, and factors for what was
-// summed under the old ones. `first`: no vector has one yet. All threads of the group come here, and
-// have met again when it ends.
+// summed under the old ones. `first`: no vector has one yet. All threads of the group come here,
+// and have met again when it ends.
 KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumulators& score,
-                                  const float (&power)[2], const int (&exponent)[2]) {
+                                  const float (&power)[2]) {
     int n = s.thread;
     bool mine = n < kTile;
     float old = mine ? reference_of(n) : 0, before = mine ? weight_scales()[n] : 1;
-    bool grown = first || find_top<kOutgrown>(s, score, power, exponent) > 0;
-    float top = find_top<kTopScore>(s, score, power, exponent);
+    bool grown = first || find_top<kOutgrown>(s, score, power) > 0;
+    float top = find_top<kTopScore>(s, score, power);
     float factor = 1, now = before;
     grown = mine && grown && top > -infinity();
     if (grown) {
@@ -790,7 +826,7 @@ KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumu
         reference_of(n) = raised;
     }
     if (kPacked) {
-        float top_weight = find_top<kTopWeight>(s, score, power, exponent);
+        float top_weight = find_top<kTopWeight>(s, score, power);
         bool outgrown = top_weight - (float)exponent_of_scale(before) >
                         KMLA_I_REFERENCE_GROWTH - KMLA_I_REFERENCE_BELOW;
         if (grown && (old == kNoReference || outgrown)) {
@@ -806,7 +842,8 @@ KMLA_DEVICE void raise_references(const score_place& s, bool first, const accumu
     meet_group(s);
 }
 
-// The thread's sums of weights, of its two vectors of column j: used once a step, not worth registers.
+// The thread's sums of weights, of its two vectors of column j: used once a step, not worth
+// registers.
 KMLA_DEVICE word2& sums_of(const score_place& s, int j) {
     return ((word2*)(shared_memory() + kSumsAt))[(2 * j + s.group) * kScoreThreads + s.thread];
 }
@@ -843,14 +880,12 @@ KMLA_DEVICE void pass_turn(const score_place& s) {
     named_barrier_arrive(kTurnBarrier + (uint32_t)(1 - s.group), 2 * kScoreThreads);
 }
 
-// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no vector
-// has a reference yet.
+// Weights of the step, in the group's buffer when its threads have met at the end. `first`: no
+// vector has a reference yet.
 KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulators& score,
-                              const int (&exponent)[2]) {
-    float of_step[kColumns][2], power[2];
+                              const float (&power)[2]) {
+    float of_step[kColumns][2];
     bool grown = first;
-    power[0] = power_of(exponent[0] - kMidExponent);
-    power[1] = power_of(exponent[1] - kMidExponent);
     if (!first) {
         grown = store_weights(s, score, power, of_step);
         fence_async_reads();
@@ -860,7 +895,7 @@ KMLA_DEVICE void softmax_step(const score_place& s, bool first, const accumulato
         rescaled(s.group) = grown;
     }
     if (grown) {
-        raise_references(s, first, score, power, exponent);
+        raise_references(s, first, score, power);
         scale_sums(s, s.group);
         store_weights(s, score, power, of_step);
         fence_async_reads();
@@ -907,20 +942,22 @@ KMLA_DEVICE void take_buffer(int buffer, int step) {
     }
 }
 
-KMLA_DEVICE score_place find_score_place(int thread) {
+KMLA_DEVICE score_place find_score_place(int of_block) {
     score_place s;
-    s.group = thread / kScoreThreads;
-    s.thread = thread % kScoreThreads;
-    s.warp = s.thread / 32;
-    s.lane = s.thread % 32;
-    s.row_in_quad = s.lane / 4;
-    s.column = s.lane % 4;
+    unsigned thread = (unsigned)of_block; // so that divisions are shifts
+    s.group = (int)(thread / kScoreThreads);
+    s.thread = (int)(thread % kScoreThreads);
+    s.warp = (int)(thread % kScoreThreads / 32);
+    s.lane = (int)(thread % 32);
+    s.row_in_quad = (int)(thread % 32 / 4);
+    s.column = (int)(thread % 4);
     s.token = 16 * s.warp + s.row_in_quad;
     return s;
 }
 
-KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& walk) {
-    score_place s = find_score_place(thread_index());
+KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args) {
+    score_place s = find_score_place(opaque(thread_index()));
+    token_walk walk = find_walk();
     for (int j = 0; j < kColumns; j++) {
         sums_of(s, j) = word2{0, 0};
     }
@@ -928,29 +965,30 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
     ring_place low = place_after(ring_place{0, 0}, 2 * step);
 #pragma unroll 1
     for (; step < walk.steps; step += 2) {
-        s = find_score_place(opaque(thread_index())); // addresses take no registers from step to step
+        s = find_score_place(opaque(thread_index())); // places take no registers from step to step
         ring_place high = place_after(low, 1);
-        int token = walk.first + step * kStep;
+        int token = bounds().begin / kStep * kStep + step * kStep;
         bool full = wait_for_runs(token, low, high);
         int slot = s.warp < 2 ? low.slot : high.slot;
         uint32_t tokens = run_tokens(slot) >> (s.warp % 2 * 16);
         const uint8_t* record =
             records_of(slot) + (s.warp % 2 * 16 + s.row_in_quad) * kPitch;
         accumulators score;
-        int exponent[2] = {0, 0};
+        float power[2] = {1, 1};
         multiply_keys(s, record, score);
         s = find_score_place(opaque(thread_index()));
         take_buffer(s.group, step);
         if (kPacked) {
-            store_ratios(s, record, s.group, exponent);
+            store_ratios(s, record, s.group, power);
         }
         if (!full) {
             mask_scores(s, token, tokens, score);
         }
         if (step > 0) {
             take_turn(s);
+            s = find_score_place(opaque(thread_index()));
         }
-        softmax_step(s, step == 0, score, exponent);
+        softmax_step(s, step == 0, score, power);
         if (s.thread == 0) {
             barrier_arrive(weights_ready(s.group));
         }
@@ -968,7 +1006,7 @@ KMLA_DEVICE void score_tokens(const kmla_i_reader_args& args, const token_walk& 
     }
 }
 
-// ---- PV: 64 dims a value warp, over a run's two k16 steps at a time
+// ---- PV: 64 dims a value warp
 
 // Raw bytes of a k16 step: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9.
 KMLA_DEVICE void load_values(const uint8_t* at, word2 (&token)[4]) {
@@ -1121,6 +1159,8 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     if (thread_index() == 0) {
         init_barriers(s);
     }
+    query_share q;
+    load_query(args, s, q); // under way while the ranges are found
     find_ranges(args, s, weight_block(0));
     sync_block();
     token_walk walk = find_walk();
@@ -1129,11 +1169,11 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_HOPPER_THREADS, 1) {
     if (!scores) {
         copy_first_runs(args, s, walk);
     }
-    stage_query(args, s);
+    stage_query(args, q);
     sync_block();
     if (scores) {
         registers_release<kScoreRegisters>();
-        score_tokens(args, walk);
+        score_tokens(args);
     } else {
         registers_take<kValueRegisters>();
         weigh_values(args, s, walk);

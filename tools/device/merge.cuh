@@ -154,7 +154,7 @@ KMLA_DEVICE void weighted_sum(const kmla_i_combine_args& args) {
     }
 }
 
-KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 8) {
+KMLA_KERNEL(kmla_merge, kmla_i_combine_args, KMLA_I_SUPPORT_THREADS, 6) {
     wait_dependency();
     weighted_sum<true, false>(args);
 }

@@ -320,13 +320,14 @@ KMLA_DEVICE bool is_copier(const reader_state& s) {
 // entry of the lane's run, of 32. Else that of the token of this step that the lane answers for, -1
 // if it is not wanted.
 template <bool bulk>
-KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s, int token) {
+KMLA_DEVICE int look_up(const kmla_i_reader_args& args, const reader_state& s,
+                        const tile_bounds& tokens, int token) {
     if (bulk) {
         token += s.lane * kRunTokens;
         return is_copier(s) && token < args.capacity ? table_entry(args, s.group, token) : -1;
     }
     token += s.warp * kWarpTokens + s.lane % kWarpTokens;
-    bool wanted = token >= bounds().begin && token < bounds().end;
+    bool wanted = token >= tokens.begin && token < tokens.end;
     return wanted ? table_entry(args, s.group, token) : -1;
 }
 
@@ -353,11 +354,11 @@ KMLA_DEVICE uint64_t* free_of(int step) {
     return (uint64_t*)(shared_memory() + kFreeAt) + step % kStages;
 }
 
-KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s, int token,
-                             int entry) {
+KMLA_DEVICE void prepare_run(const kmla_i_reader_args& args, const reader_state& s,
+                             const tile_bounds& tokens, int token, int entry) {
     token += s.lane * kRunTokens;
-    int first = minimum(maximum(bounds().begin - token, 0), kRunTokens);
-    int last = entry < 0 ? first : maximum(minimum(bounds().end - token, kRunTokens), first);
+    int first = minimum(maximum(tokens.begin - token, 0), kRunTokens);
+    int last = entry < 0 ? first : maximum(minimum(tokens.end - token, kRunTokens), first);
     run_copy& run = run_of_lane(s);
     run.from = record_address(args, entry, token + first, kRecordBytes);
     run.to = (uint32_t)((s.lane % kRuns * kRunTokens + first) * kPitch);
@@ -426,11 +427,11 @@ KMLA_DEVICE void start_copy(const kmla_i_reader_args& args, const reader_state& 
 
 // What the copies of steps from `step` on need, made ready from a look-up.
 template <bool bulk>
-KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s, int token,
-                                int entry) {
+KMLA_DEVICE void prepare_copies(const kmla_i_reader_args& args, const reader_state& s,
+                                const tile_bounds& tokens, int token, int entry) {
 #if KMLA_HAS_BULK_COPY
     if (bulk && is_copier(s)) {
-        prepare_run(args, s, token, entry);
+        prepare_run(args, s, tokens, token, entry);
     }
 #endif
 }
@@ -967,19 +968,24 @@ KMLA_DEVICE void store_split(const kmla_i_reader_args& args, reader_state& s) {
 // ---- the block
 
 // Every warp finds the range of every vector, one a lane, so that no barrier holds up the first copies;
-// the first warp stores what all need later. A block barrier must follow.
-KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const reader_state& s) {
+// the first warp stores what all may read behind a block barrier. `length`: of the lane's. Returns
+// the tile's bounds.
+KMLA_DEVICE tile_bounds find_ranges(const kmla_i_reader_args& args, const reader_state& s,
+                                    int length) {
     static_assert(kTile <= 32, "a vector a lane");
     tile_bounds mine;
-    vector_range range = find_range(args, s, s.lane, mine);
+    vector_range range = find_range(args, s, s.lane, length, mine);
     mine = join_lanes(mine, 1);
-    (tile_bounds&)bounds() = mine; // all the same
-    bounds().first_row = s.first_row;
-    bounds().vectors = s.vectors;
+    if (thread_index() == 0) {
+        (tile_bounds&)bounds() = mine;
+        bounds().first_row = s.first_row;
+        bounds().vectors = s.vectors;
+    }
     if (thread_index() < kTile) {
         range_of(s.lane) = range;
-        place_vector(args, s.lane);
+        place_vector(args, s.lane, s.first_row, s.vectors);
     }
+    return mine;
 }
 
 KMLA_DEVICE void clear_state(reader_state& s) {
@@ -1024,21 +1030,23 @@ KMLA_DEVICE void take_step(reader_state& s, int token, int step, bool whole) {
 
 // `likely`: bulk look-ups from likely_first on.
 template <bool bulk>
-KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, int likely) {
-    int first = bounds().begin / kStep * kStep;
-    int steps = maximum(bounds().end - first + kStep - 1, 0) / kStep;
+KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s,
+                             const tile_bounds& tokens, int likely) {
+    int first = tokens.begin / kStep * kStep;
+    int steps = maximum(tokens.end - first + kStep - 1, 0) / kStep;
     if (steps == 0) {
         clear_state(s);
         return;
     }
     // Steps of which every vector of the tile sees every token that exists.
-    int full_begin = (bounds().full_begin - first + kStep - 1) / kStep;
-    int full_end = (bounds().full_end - first) / kStep;
-    int entry = bulk && first == likely_first(args, s) ? likely : look_up<bulk>(args, s, first);
-    prepare_copies<bulk>(args, s, first, entry);
+    int full_begin = (tokens.full_begin - first + kStep - 1) / kStep;
+    int full_end = (tokens.full_end - first) / kStep;
+    int entry =
+        bulk && first == likely_first(args, s) ? likely : look_up<bulk>(args, s, tokens, first);
+    prepare_copies<bulk>(args, s, tokens, first, entry);
     start_copy<bulk>(args, s, 0, first, entry);
     copy_async_commit();
-    entry = bulk ? -1 : look_up<false>(args, s, first + kStep);
+    entry = bulk ? -1 : look_up<false>(args, s, tokens, first + kStep);
     finish_query(args, s);
     clear_state(s);
 #pragma unroll 1
@@ -1048,7 +1056,8 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
             stop = minimum(steps, (ahead / kLookUpSteps + 1) * kLookUpSteps - 1);
             if (ahead % kLookUpSteps == 0 && ahead < steps) {
                 int token = first + ahead * kStep;
-                prepare_copies<bulk>(args, s, token, look_up<bulk>(args, s, token));
+                prepare_copies<bulk>(args, s, bounds(), token,
+                                     look_up<bulk>(args, s, bounds(), token));
             }
         }
 #pragma unroll 1
@@ -1059,7 +1068,7 @@ KMLA_DEVICE void read_tokens(const kmla_i_reader_args& args, reader_state& s, in
             if (step + 1 < steps) {
                 start_copy<bulk>(args, s, step + 1, token + kStep, entry);
                 copy_async_commit();
-                entry = bulk ? -1 : look_up<false>(args, s, token + 2 * kStep);
+                entry = bulk ? -1 : look_up<false>(args, s, bounds(), token + 2 * kStep);
             }
             take_step(s, token, step, whole);
             release_step<bulk>(s, step);
@@ -1091,13 +1100,15 @@ KMLA_KERNEL(kmla_reader, kmla_i_reader_args, KMLA_I_READER_THREADS, kResident) {
     }
 #endif
     // First, for their latency.
-    int likely = copies_in_bulk(s) ? look_up<true>(args, s, likely_first(args, s)) : -1;
+    int likely =
+        copies_in_bulk(s) ? look_up<true>(args, s, tile_bounds{}, likely_first(args, s)) : -1;
+    int length = vector_length(args, s, s.lane);
     load_query(args, s);
-    find_ranges(args, s);
+    tile_bounds tokens = find_ranges(args, s, length);
     if (copies_in_bulk(s)) {
-        read_tokens<true>(args, s, likely);
+        read_tokens<true>(args, s, tokens, likely);
     } else {
-        read_tokens<false>(args, s, likely);
+        read_tokens<false>(args, s, tokens, likely);
     }
     launch_dependents();
     store_split(args, s);

@@ -101,23 +101,27 @@ KMLA_DEVICE int local_length(const kmla_i_reader_args& args, int global) {
     return (int)(global / period * args.dcp_interleave + rest);
 }
 
-// Row `row` of the batch is row `i` of its group's `rows`.
-KMLA_DEVICE token_range row_range(const kmla_i_reader_args& args, int group, int i, int rows,
-                                  int row) {
-    const int32_t* lengths = (const int32_t*)args.lengths;
+// What the caller says of a row's length. Apart from row_range so that other work can hide the load.
+KMLA_DEVICE int row_length(const kmla_i_reader_args& args, int group, int row) {
+    return ((const int32_t*)args.lengths)[args.per_request ? group : row];
+}
+
+// A row with that length is row `i` of its group's `rows`.
+KMLA_DEVICE token_range row_range(const kmla_i_reader_args& args, int length, int group, int i,
+                                  int rows) {
     token_range range;
     if (group == args.groups) { // rows after the last request are dead
         return token_range{0, 0};
     }
     if (args.per_request) {
-        int64_t bound = lengths[group];
+        int64_t bound = length;
         bound = args.draft ? bound : bound - rows + 1 + i;
         bound = bound < 0 ? 0 : bound;
         int64_t first = args.window && bound > args.window ? bound - args.window : 0;
         range.begin = local_length(args, (int)first);
         range.end = minimum(local_length(args, (int)bound), args.capacity);
     } else {
-        range.end = minimum(maximum(lengths[row], 0), args.capacity);
+        range.end = minimum(maximum(length, 0), args.capacity);
         range.begin = args.window ? maximum(range.end - args.window, 0) : 0;
     }
     range.begin = minimum(range.begin, range.end);

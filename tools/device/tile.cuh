@@ -148,15 +148,22 @@ KMLA_DEVICE tile_bounds join_lanes(tile_bounds mine, int least) {
     return mine;
 }
 
-// The range of the tile's vector n; `bounds` are those of a tile of it alone, or of nothing.
+KMLA_DEVICE int vector_length(const kmla_i_reader_args& args, const block_place& s, int n) {
+    int vector = s.first_vector + n;
+    bool exists = n < kTile && vector < s.vectors;
+    return exists ? row_length(args, s.group, s.first_row + vector / args.heads) : 0;
+}
+
+// The range of the tile's vector n, of a row of that length; `bounds` are those of a tile of it alone,
+// or of nothing.
 KMLA_DEVICE vector_range find_range(const kmla_i_reader_args& args, const block_place& s, int n,
-                                    tile_bounds& bounds) {
+                                    int length, tile_bounds& bounds) {
     int vector = s.first_vector + n;
     vector_range range = {0, 0, 0, 0};
     bounds = tile_bounds{0x7FFFFFFF, 0, 0, 0x7FFFFFFF};
     if (n < kTile && vector < s.vectors) {
         int i = vector / args.heads;
-        token_range row = row_range(args, s.group, i, s.rows, s.first_row + i);
+        token_range row = row_range(args, length, s.group, i, s.rows);
         token_range part = split_range(args, row, s.split);
         range.begin = part.begin;
         range.end = part.end;
@@ -175,7 +182,8 @@ KMLA_DEVICE vector_range find_range(const kmla_i_reader_args& args, const block_
 // memory of 16 bytes a warp.
 KMLA_DEVICE void find_ranges(const kmla_i_reader_args& args, const block_place& s, void* scratch) {
     tile_bounds mine;
-    vector_range range = find_range(args, s, s.vector, mine);
+    vector_range range =
+        find_range(args, s, s.vector, vector_length(args, s, s.vector), mine);
     if (s.vector < kTile && s.quad == 0) {
         range_of(s.vector) = range;
     }
@@ -215,14 +223,15 @@ KMLA_DEVICE void store_lse(const kmla_i_reader_args& args, int split, int64_t ro
     }
 }
 
-// For store_results: where vector n's result goes if its split finds tokens of it.
-KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n) {
+// For store_results: where vector n's result goes if its split finds tokens of it. `first_row` and
+// `vectors` as in block_place.
+KMLA_DEVICE void place_vector(const kmla_i_reader_args& args, int n, int first_row, int vectors) {
     int vector = block_x() * kTile + n;
-    if (vector >= bounds().vectors) {
+    if (vector >= vectors) {
         targets()[n] = 0;
         return;
     }
-    int64_t row = bounds().first_row + vector / args.heads;
+    int64_t row = first_row + vector / args.heads;
     int head = vector % args.heads;
     bool final = args.splits == 1 || range_of(n).whole;
     targets()[n] =
@@ -258,7 +267,7 @@ KMLA_DEVICE void store_vector_lse(const kmla_i_reader_args& args, int n, float s
 
 KMLA_DEVICE void finish_vector(const kmla_i_reader_args& args, int n, float sum, float reference,
                                float scale) {
-    place_vector(args, n);
+    place_vector(args, n, bounds().first_row, bounds().vectors);
     weigh_vector(args, n, sum, scale);
     store_vector_lse(args, n, sum, reference);
 }
