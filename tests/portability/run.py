@@ -35,6 +35,9 @@ LONG_TESTS = """accuracy_of_every_format accuracy_of_a_long_row head_counts leng
     ht_02_padding_heads_change_no_bit ht_03_few_heads_and_many_requests
     sk_03_late_maximum_rescales_what_came_before sk_06_neighbours_change_no_bit""".split()
 
+POSIX_HEADERS = r"<(dlfcn|unistd|sys/wait|sys/resource|link|dirent)\.h>"
+NO_DRIVER = "CUDA has no driver there"
+
 # Starts its own program, which an emulated machine cannot.
 SELF_STARTING = ["test_key_is_the_same_across_runs"]
 
@@ -54,7 +57,7 @@ class Toolchain:
     executes: bool = True
     strict: bool = True  # knows the warnings
     windows: bool = False
-    cuda: bool = True  # CUDA has a driver for such machines and programs
+    no_fakes: str = ""  # why launches against fake libraries are not tried
     skipped: list = dataclasses.field(default_factory=list)  # tests
 
 
@@ -84,14 +87,14 @@ def toolchains():
     all_of += [native("clang", v) for v in dict.fromkeys([clangs[0], new_clang])]
     all_of += [
         Toolchain(f"gcc {new_gcc} -m32", "i386, SSE", f"gcc-{new_gcc}", f"g++-{new_gcc}", multilib,
-                  f"-m32 -msse2 -mfpmath=sse {no_multiarch}", cuda=False),
+                  f"-m32 -msse2 -mfpmath=sse {no_multiarch}", no_fakes=NO_DRIVER),
         Toolchain(f"gcc {new_gcc} -m32", "i386, x87", f"gcc-{new_gcc}", f"g++-{new_gcc}", multilib,
-                  f"-m32 -mfpmath=387 {no_multiarch}", cuda=False, skipped=LONG_TESTS),
+                  f"-m32 -mfpmath=387 {no_multiarch}", no_fakes=NO_DRIVER, skipped=LONG_TESTS),
         Toolchain(f"clang {new_clang} -m32", "i386, SSE", f"clang-{new_clang}",
                   f"clang++-{new_clang}", f"clang-{new_clang} {multilib}",
-                  f"-m32 -msse2 {no_multiarch}", cuda=False),
+                  f"-m32 -msse2 {no_multiarch}", no_fakes=NO_DRIVER),
         Toolchain("tcc", "x86-64", "tcc", packages="tcc libc6-dev", strict=False,
-                  skipped=LONG_TESTS),
+                  no_fakes="tcc has no __atomic functions", skipped=LONG_TESTS),
         Toolchain("musl-gcc", "x86-64, musl", "musl-gcc", packages="musl-tools gcc"),
     ]
     for machine, target, package, qemu, cuda in [
@@ -104,7 +107,7 @@ def toolchains():
         all_of.append(Toolchain(
             f"{target}-gcc", machine, f"{target}-gcc", f"{target}-g++",
             f"gcc-{compiler} g++-{compiler} libc6-dev-{libc}-cross qemu-user-static", "",
-            f"qemu-{qemu}-static -L /usr/{target}", cuda=cuda,
+            f"qemu-{qemu}-static -L /usr/{target}", no_fakes="" if cuda else NO_DRIVER,
             skipped=LONG_TESTS + SELF_STARTING))
     for machine, prefix, package in [("Windows, x86-64", "x86_64-w64-mingw32", "x86-64"),
                                      ("Windows, i386", "i686-w64-mingw32", "i686")]:
@@ -112,8 +115,8 @@ def toolchains():
         all_of.append(Toolchain(
             f"mingw-w64 {package}", machine, f"{prefix}-gcc", f"{prefix}-g++",
             f"gcc-mingw-w64-{package}-win32 g++-mingw-w64-{package}-win32" +
-            (" wine64" if wide else ""), "-static", "wine64" if wide else "", executes=wide,
-            windows=True, cuda=wide, skipped=LINUX_NAMES))
+            (" wine64" if wide else ""), "-static -Wl,--disable-stdcall-fixup", "wine64" if wide else "", executes=wide,
+            windows=True, no_fakes="" if wide else NO_DRIVER, skipped=LINUX_NAMES))
     return all_of
 
 
@@ -242,11 +245,10 @@ def unit_files(toolchain):
                           if (TESTS / name).exists()]
         if file.name == "test_windows.c" and not toolchain.windows:
             continue
-        if toolchain.windows and any(re.search(r"<(dlfcn|unistd|sys/wait|sys/resource|link|dirent)\.h>",
-                                               part) for part in texts):
+        if toolchain.windows and any(re.search(POSIX_HEADERS, part) for part in texts):
             yield file, "made for POSIX"
-        elif not toolchain.cuda and any("fake_libraries.h" in part for part in texts):
-            yield file, "CUDA has no driver there"
+        elif toolchain.no_fakes and any("fake_libraries.h" in part for part in texts):
+            yield file, toolchain.no_fakes
         else:
             yield file, None
 
@@ -258,7 +260,7 @@ def test_all(report, toolchain, folder):
                 "-I", HERE / "standin"]
     if toolchain.windows:
         compiler += ["-I", HERE / "windows", "-include", HERE / "windows" / "dlfcn.h"]
-    if toolchain.cuda:
+    if not toolchain.no_fakes:
         (folder / "build").mkdir(exist_ok=True)
         report.run(f"{toolchain.name} fake libraries",
                    [toolchain.c, "-std=c99", *toolchain.flags.split(), "-fPIC", "-shared",
