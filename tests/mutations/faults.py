@@ -154,7 +154,8 @@ FAULTS = [
 
     # ---- results
     tile("lse in base 2", "(reference + log2_fast(sum)) * ln_2;", "reference + log2_fast(sum);"),
-    tile("an empty row is not empty", "bool empty = sum == 0;\n    factors", "bool empty = false;\n    factors"),
+    tile("an empty row is not empty", "bool empty = sum == 0;\n    factors",
+         "bool empty = false;\n    factors"),
     tile("a split that saw all writes a partial", "(!empty && range_of(n).whole)", "false",
          group="single split bits"),
 
