@@ -187,7 +187,8 @@ static int count_files(const char* ending, char* path, size_t room) {
         if (dot && strcmp(dot, ending) == 0) {
             ++count;
             if (path) {
-                snprintf(path, room, "%s/%s", directory, entry->d_name);
+                const int length = snprintf(path, room, "%s/%s", directory, entry->d_name);
+                assert_true(length > 0 && (size_t)length < room);
             }
         }
     }
