@@ -145,6 +145,9 @@ static inline void driver_free(const driver* cuda, uint64_t address) {
 
 static inline void driver_upload(const driver* cuda, uint64_t to, const void* from, size_t bytes) {
     driver_must(cuda, cuda->copy_to_device(to, from, bytes), "cuMemcpyHtoD");
+    // A copy of pageable memory may return while its last part is under way, and a stream that does
+    // not block would not wait for it.
+    driver_must(cuda, cuda->context_synchronize(), "cuCtxSynchronize");
 }
 
 // Waits for everything launched so far.

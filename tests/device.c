@@ -2,13 +2,15 @@
 // emulated device, or on the host reader. Needs no test framework: a GPU machine may have only a C
 // compiler.
 //
-//     device_test [--library PATH] [--quick] [--only SUBSTRING]... [--reader portable|hopper]
+//     device_test [--library PATH] [--quick] [--only SUBSTRING]... [--skip SUBSTRING]...
+//                 [--reader portable|hopper]
 //                 [--seed N] [--host] [--watched]
 //
 //     --library PATH   a library that stands for both libcuda and NVRTC: the emulator
 //     --host           the same cases through kmla_host_*
 //     --quick          a subset that the emulator takes a minute for
 //     --only           groups whose name has SUBSTRING; several times: one of them
+//     --skip           not those
 //     --reader         this reader in all cases that it can read, not the planner's
 //     --seed           other random numbers
 //     --watched        compute-sanitizer watches the ends of buffers: they have no canaries
@@ -2721,6 +2723,9 @@ static int is_wanted(const group* g) {
     for (int i = 0; i < options.only_count; i++) {
         wanted = wanted || strstr(g->name, options.only[i]) != NULL;
     }
+    for (int i = 0; i < options.skip_count; i++) {
+        wanted = wanted && strstr(g->name, options.skip[i]) == NULL;
+    }
     return wanted;
 }
 
@@ -2744,7 +2749,7 @@ static void run_group(const group* g) {
 
 static int usage(const char* program) {
     fprintf(stderr,
-            "usage: %s [--library PATH] [--quick] [--only SUBSTRING]... "
+            "usage: %s [--library PATH] [--quick] [--only SUBSTRING]... [--skip SUBSTRING]... "
             "[--reader portable|hopper] [--seed N] [--host] [--watched]\n",
             program);
     return 2;
@@ -2768,6 +2773,8 @@ int main(int count, char** words) {
             library = words[++i];
         } else if (strcmp(words[i], "--only") == 0 && options.only_count < MOST_ONLY) {
             options.only[options.only_count++] = words[++i];
+        } else if (strcmp(words[i], "--skip") == 0 && options.skip_count < MOST_ONLY) {
+            options.skip[options.skip_count++] = words[++i];
         } else if (strcmp(words[i], "--seed") == 0) {
             options.seed = strtoull(words[++i], NULL, 10);
         } else if (strcmp(words[i], "--reader") == 0 && strcmp(words[i + 1], readers[1]) == 0) {

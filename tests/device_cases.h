@@ -19,6 +19,8 @@ static struct options {
     int quick;
     const char* only[MOST_ONLY]; // substrings of the names of groups
     int only_count;              // 0: all groups
+    const char* skip[MOST_ONLY]; // likewise, of groups that do not run
+    int skip_count;
     int32_t reader;              // KMLA_READER_*, 0 = the planner's
     uint64_t seed;
 } options;

@@ -40,8 +40,9 @@ static int threads, agents; // of the block
 static uint32_t now;
 static bool watching = true;
 
-// By offset: the last store, and two loads, of warps that did not meet in between if there are any.
-static std::vector<access> writes, reads[2];
+// By offset: the last store, and some loads, of warps that did not meet in between.
+static const int kept_reads = 4;
+static std::vector<access> writes, reads[kept_reads];
 static std::vector<uint32_t> echoes; // the warps that stored, since, what was there already
 
 // Of each agent: what it did up to this time comes before.
@@ -80,13 +81,15 @@ void order_start(int thread_count) {
     threads = thread_count;
     agents = threads + copy_agents;
     writes.resize(std::max<size_t>(writes.size(), here.shared_bytes));
-    reads[0].resize(writes.size());
-    reads[1].resize(writes.size());
+    for (std::vector<access>& each : reads) {
+        each.resize(writes.size());
+    }
     echoes.resize(writes.size());
     if (now > under_way / 2) {
         now = 0;
-        for (std::vector<access>* each : {&writes, &reads[0], &reads[1]}) {
-            std::fill(each->begin(), each->end(), access{0, 0});
+        std::fill(writes.begin(), writes.end(), access{0, 0});
+        for (std::vector<access>& each : reads) {
+            std::fill(each.begin(), each.end(), access{0, 0});
         }
     }
     for (history& each : of_warp) { // all that other blocks did comes before
@@ -251,11 +254,20 @@ static void doubt(size_t first, unsigned bytes, size_t race, int thread, const c
     memcpy(doubtful.before, here.shared + first, bytes);
 }
 
-// Takes the place of a read by the same warp or of one that came before.
+// A read takes the place of one by the same warp or of one that came before, if there is such.
+static int place_of_read(size_t offset, int thread) {
+    static unsigned turn;
+    for (int i = 0; i < kept_reads; ++i) {
+        const access& kept = reads[i][offset];
+        if (kept.agent / 32 == thread / 32 || comes_before(kept, thread)) {
+            return i;
+        }
+    }
+    return (int)(++turn % kept_reads);
+}
+
 static void note_read_from(const void* shared, unsigned bytes, int thread, const void* from) {
     size_t first = offset_of(shared), end = first + bytes;
-    access last = {0, 0};
-    int place = 0;
     settle_stores();
     for (size_t race = first; (race = find_race(writes, race, end, thread)) < end; ++race) {
         if (!(echoes[race] >> thread / 32 & 1)) {
@@ -263,22 +275,18 @@ static void note_read_from(const void* shared, unsigned bytes, int thread, const
         }
     }
     for (size_t i = first; i < first + bytes; ++i) {
-        if (!same(reads[0][i], last)) {
-            last = reads[0][i];
-            place = last.agent / 32 == thread / 32 || comes_before(last, thread) ? 0 : 1;
-        }
-        reads[place][i] = {now, thread};
+        reads[place_of_read(i, thread)][i] = {now, thread};
     }
 }
 
 static void note_write_from(const void* shared, unsigned bytes, int thread, const void* from) {
     size_t first = offset_of(shared), end = first + bytes;
     settle_stores();
-    for (const std::vector<access>* each : {&writes, &reads[0], &reads[1]}) {
-        size_t race = find_race(*each, first, end, thread);
+    for (int i = -1; i < kept_reads; ++i) {
+        const std::vector<access>& each = i < 0 ? writes : reads[i];
+        size_t race = find_race(each, first, end, thread);
         if (race < end) {
-            const char* did = each == &writes ? "wrote" : "read";
-            doubt(first, bytes, race, thread, did, (*each)[race], from);
+            doubt(first, bytes, race, thread, i < 0 ? "wrote" : "read", each[race], from);
             if (doubtful.bytes) {
                 return;
             }

@@ -270,6 +270,12 @@ FAULTS = [
            "        ;\n"),
     hopper("values do not wait for weights",
            "        barrier_wait(weights_ready(buffer), (uint32_t)(step / 2) & 1);\n", ""),
+    hopper("the turn is passed while references are still read",
+           "        scale_sums(s, s.group);\n        store_weights(s, score, power, of_step);\n"
+           "        fence_async_reads();\n        meet_group(s);\n    }\n    pass_turn(s);",
+           "        pass_turn(s);\n        scale_sums(s, s.group);\n"
+           "        store_weights(s, score, power, of_step);\n        fence_async_reads();\n"
+           "        meet_group(s);\n    } else {\n        pass_turn(s);\n    }\n"),
     hopper("a group takes its turn unasked", "named_barrier_sync(kTurnBarrier + (uint32_t)s.group",
            "named_barrier_arrive(kTurnBarrier + (uint32_t)s.group"),
     hopper("no barrier between weights and the vote about them",
