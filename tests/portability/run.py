@@ -116,7 +116,8 @@ def toolchains():
             f"mingw-w64 {package}", machine, f"{prefix}-gcc", f"{prefix}-g++",
             f"gcc-mingw-w64-{package}-win32 g++-mingw-w64-{package}-win32" +
             (" wine64" if wide else ""), "-static -Wl,--disable-stdcall-fixup",
-            "wine64" if wide else "", executes=wide, windows=True, no_fakes="" if wide else NO_DRIVER, skipped=LINUX_NAMES))
+            "wine64" if wide else "", executes=wide, windows=True,
+            no_fakes="" if wide else NO_DRIVER, skipped=LINUX_NAMES))
     return all_of
 
 
