@@ -13,7 +13,7 @@
 // The score
 // =============================================================================
 
-#define MOST_ONLY 16
+#define MOST_ONLY 24
 
 static struct options {
     int quick;
