@@ -2481,6 +2481,9 @@ static void* launch_on_thread(void* data) {
         mine->failed = kmla_gpu_decode(backend.gpu, &mine->c->plan, &mine->l.args, stream, NULL) !=
                        KMLA_OK;
     }
+    if (stream) { // when its work is done
+        backend.driver.stream_destroy(stream);
+    }
     return NULL;
 }
 

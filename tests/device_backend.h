@@ -63,7 +63,8 @@ enum { CUDA_CAPTURE_ACTIVE = 1 }; // a status
     X(to_device, "cuMemcpyHtoD_v2", (uint64_t to, const void* from, size_t bytes))              \
     X(to_host, "cuMemcpyDtoH_v2", (void* to, uint64_t from, size_t bytes))                      \
     X(set, "cuMemsetD8_v2", (uint64_t to, unsigned char value, size_t bytes))                   \
-    X(stream_create, "cuStreamCreate", (void** stream, unsigned flags))
+    X(stream_create, "cuStreamCreate", (void** stream, unsigned flags))                         \
+    X(stream_destroy, "cuStreamDestroy_v2", (void* stream))
 
 #define DRIVER_OPTIONAL(X)                                                                      \
     X(context_create, "cuCtxCreate_v2", (void** context, unsigned flags, int device))           \
