@@ -15,7 +15,7 @@
 #define KIMI_MLA_IMPLEMENTATION
 #include "../kimi_mla.h"
 
-#include "driver.h"
+#include "machine.h"
 
 enum { RANKS = 9, LOCAL_HEADS = 11, HEADS = RANKS * LOCAL_HEADS, ROWS = 4, PAGE = 64 };
 enum { STORED_KINDS = 3, SIZES = 3 };
@@ -25,113 +25,6 @@ static const int64_t gpu_local_tokens[SIZES] = {2048, 8192, 16384};
 static const int64_t host_local_tokens[SIZES] = {64, 128, 256};
 
 #define SCALE 0.07216878f // Kimi-K3: 192^-0.5
-
-static int mismatches;
-
-static void expect(int right, const char* what) {
-    if (!right) {
-        printf("MISMATCH: %s\n", what);
-        mismatches++;
-    }
-}
-
-static kmla_error error;
-
-static void must(kmla_status status) {
-    if (status != KMLA_OK) {
-        fprintf(stderr, "%s: %s\n", kmla_status_name(status), error.message);
-        exit(1);
-    }
-}
-
-static void* allocate(size_t bytes) {
-    void* memory = malloc(bytes);
-    if (!memory) {
-        fprintf(stderr, "no memory for %lu bytes\n", (unsigned long)bytes);
-        exit(1);
-    }
-    return memory;
-}
-
-// =============================================================================
-// Where it runs: the same calls for a GPU and for the host
-// =============================================================================
-
-typedef struct machine {
-    kmla_gpu* gpu; // NULL: the host
-    driver cuda;
-    kmla_device card; // all zero on the host
-} machine;
-
-static void machine_open(machine* m, const char* library) {
-    const char* why_not;
-    kmla_gpu_desc desc;
-    memset(m, 0, sizeof *m);
-    if (!driver_open(&m->cuda, library, &why_not)) {
-        printf("ran on: host reader (%s)\n\n", why_not);
-        return;
-    }
-    memset(&desc, 0, sizeof desc);
-    desc.cuda_handle = m->cuda.library;
-    desc.nvrtc_handle = library ? m->cuda.library : NULL;
-    must(kmla_gpu_open(&desc, &m->gpu, &error));
-    must(kmla_gpu_device(m->gpu, &m->card, &error));
-    must(kmla_gpu_prepare(m->gpu, NULL, NULL, &error));
-    printf("ran on: %s, compute capability %d.%d\n\n", m->cuda.card, (int)m->card.compute_major,
-           (int)m->card.compute_minor);
-}
-
-// Memory that the calls may read and write, filled with NaN.
-static uint64_t machine_alloc(const machine* m, size_t bytes) {
-    uint64_t address;
-    if (m->gpu) {
-        address = driver_alloc(&m->cuda, bytes);
-        driver_must(&m->cuda, m->cuda.memory_set(address, 0xff, bytes), "cuMemsetD8");
-    } else {
-        void* memory = allocate(bytes);
-        memset(memory, 0xff, bytes);
-        address = (uint64_t)(uintptr_t)memory;
-    }
-    return address;
-}
-
-static void machine_free(const machine* m, uint64_t address) {
-    if (m->gpu) {
-        driver_free(&m->cuda, address);
-    } else {
-        free((void*)(uintptr_t)address);
-    }
-}
-
-static void machine_write(const machine* m, uint64_t to, const void* from, size_t bytes) {
-    if (m->gpu) {
-        driver_upload(&m->cuda, to, from, bytes);
-    } else {
-        memcpy((void*)(uintptr_t)to, from, bytes);
-    }
-}
-
-static void machine_read(const machine* m, void* to, uint64_t from, size_t bytes) {
-    if (m->gpu) {
-        driver_download(&m->cuda, to, from, bytes);
-    } else {
-        memcpy(to, (const void*)(uintptr_t)from, bytes);
-    }
-}
-
-static void machine_write_kv(const machine* m, const kmla_kv_write* args) {
-    must(m->gpu ? kmla_gpu_write_kv(m->gpu, args, NULL, &error) : kmla_host_write_kv(args, &error));
-}
-
-static void machine_decode(const machine* m, const kmla_plan* plan, const kmla_decode* args,
-                           void* stream) {
-    must(m->gpu ? kmla_gpu_decode(m->gpu, plan, args, stream, &error)
-                : kmla_host_decode(plan, args, NULL, &error));
-}
-
-static void machine_combine(const machine* m, const kmla_combine* args) {
-    must(m->gpu ? kmla_gpu_combine(m->gpu, args, NULL, &error) : kmla_host_combine(args, &error));
-}
 
 // =============================================================================
 // The plan of the heads
@@ -163,25 +56,6 @@ static void plan_heads(void) {
 // =============================================================================
 // A context, sharded
 // =============================================================================
-
-static uint64_t next_random(uint64_t* state) { // splitmix64
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-// Nearly normal, sigma 1: the sum of four uniform 16-bit numbers.
-static uint16_t* normal_bf16(uint64_t seed, size_t count) {
-    uint16_t* values = (uint16_t*)allocate(count * sizeof *values);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = next_random(&seed);
-        double sum = (double)(bits & 0xffff) + (double)(bits >> 16 & 0xffff) +
-                     (double)(bits >> 32 & 0xffff) + (double)(bits >> 48);
-        values[i] = kmla_float_to_bf16((float)((sum / 65536.0 - 2.0) * 1.7320508));
-    }
-    return values;
-}
 
 typedef struct context {
     int64_t tokens; // global
@@ -230,7 +104,7 @@ static void write_shard(const machine* m, const context* c, uint64_t values, int
     args.slots = slots_there;
     args.kv = c->shard[rank];
     args.kv_pages = (uint64_t)c->pages;
-    machine_write_kv(m, &args);
+    machine_write_kv(m, &args, NULL);
     machine_free(m, slots_there); // waits for the writer
     free(slots);
 }
@@ -310,10 +184,7 @@ static void step_plan(step* s, int32_t splits) {
     shape.lengths.lengths_kind = KMLA_LENGTHS_PER_REQUEST; // global, localised by the reader
     for (int32_t rank = 0; rank < RANKS; rank++) {
         shape.lengths.dcp = dcp_of(s->c, rank);
-        must(kmla_plan_decode(&shape, &s->m->card, &s->plans[rank], &error));
-    }
-    if (s->m->gpu) {
-        must(kmla_gpu_prepare(s->m->gpu, &s->plans[0], NULL, &error)); // the kernels of all ranks
+        s->plans[rank] = machine_plan(s->m, &shape);
     }
 }
 
@@ -389,7 +260,7 @@ static void combine_rank(const step* s, int32_t rank) {
     args.out = s->out + own * KMLA_LATENT_DIMS * sizeof(uint16_t);
     args.out_type = KMLA_BF16;
     args.lse = s->lse + own * sizeof(float);
-    machine_combine(s->m, &args);
+    machine_combine(s->m, &args, NULL);
 }
 
 // What all ranks have in the end.
@@ -407,16 +278,8 @@ static void step_run(step* s, result* r) {
     machine_read(s->m, r->lse, s->lse, s->lse_bytes);
 }
 
-static uint64_t digest(uint64_t hash, const void* data, size_t bytes) { // FNV-1a
-    const uint8_t* byte = (const uint8_t*)data;
-    for (size_t i = 0; i < bytes; i++) {
-        hash = (hash ^ byte[i]) * 0x100000001b3u;
-    }
-    return hash;
-}
-
 static uint64_t result_digest(const result* r) {
-    uint64_t hash = digest(0xcbf29ce484222325u, r->out, sizeof r->out);
+    uint64_t hash = digest(DIGEST_BEGIN, r->out, sizeof r->out);
     return digest(hash, r->lse, sizeof r->lse);
 }
 
@@ -455,29 +318,12 @@ static void add_token(vector* v, const double* key) {
     }
 }
 
-// The values of a packed record, exactly.
-static void read_record(const uint8_t* record, double* values) {
-    for (int i = 0; i < KMLA_LATENT_DIMS; i++) {
-        float scale;
-        memcpy(&scale, record + KMLA_PACKED_SCALE_OFFSET + i / KMLA_GROUP_DIMS * 4, 4);
-        values[i] = (double)kmla_e4m3_to_float(record[i]) * (double)scale;
-    }
-    for (int i = 0; i < KMLA_ROPE_DIMS; i++) {
-        uint16_t bits;
-        memcpy(&bits, record + KMLA_PACKED_ROPE_OFFSET + i * 2, 2);
-        values[KMLA_LATENT_DIMS + i] = (double)kmla_bf16_to_float(bits);
-    }
-}
-
 typedef struct accuracy {
     int vectors;      // that were compared
     double worst_out; // relative L2
     double worst_lse; // absolute, over max(1, |lse|)
     double records;   // relative L2 that packing costs the latents
 } accuracy;
-
-// A NaN is worse than any number.
-static double worse(double a, double b) { return a > b || a != a ? a : b; }
 
 // All vectors where that is quick, else some spread over rows and heads.
 static int choose_vectors(vector* vectors, int64_t tokens, const uint16_t* queries) {
@@ -616,7 +462,7 @@ int main(int count, char** words) {
         return 1;
     }
     plan_heads();
-    machine_open(&m, library);
+    machine_open_first(&m, library);
     small = !m.gpu || !m.cuda.can_time; // a host, or a driver that only emulates a card
     sizes = small ? host_local_tokens : gpu_local_tokens;
     values = normal_bf16(1, (size_t)(sizes[SIZES - 1] * RANKS) * KMLA_QUERY_DIMS);
@@ -634,7 +480,7 @@ int main(int count, char** words) {
     }
     free(values);
     free(queries);
-    kmla_gpu_close(m.gpu);
+    machine_close(&m);
     printf(mismatches ? "\n%d MISMATCHES\n" : "\nall as expected\n", mismatches);
     return mismatches ? 1 : 0;
 }

@@ -33,7 +33,7 @@
 #define KIMI_MLA_IMPLEMENTATION
 #include "../kimi_mla.h"
 
-#include "driver.h"
+#include "machine.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -46,147 +46,7 @@ enum { ROWS = 4, PAGE = 64, MOST_RANKS = 16, MOST_HEADS = 128, INTERLEAVE = 64 }
 
 #define SCALE 0.07216878f // Kimi-K3: 192^-0.5
 
-static kmla_error error;
-static int mismatches;
 static int32_t my_rank;
-
-static void expect(int right, const char* what) {
-    if (!right) {
-        printf("MISMATCH on rank %d: %s\n", (int)my_rank, what);
-        fflush(stdout);
-        mismatches++;
-    }
-}
-
-static void must(kmla_status status) {
-    if (status != KMLA_OK) {
-        fprintf(stderr, "rank %d: %s: %s\n", (int)my_rank, kmla_status_name(status), error.message);
-        exit(1);
-    }
-}
-
-static void* allocate(size_t bytes) {
-    void* memory = malloc(bytes ? bytes : 1);
-    if (!memory) {
-        fprintf(stderr, "no memory for %lu bytes\n", (unsigned long)bytes);
-        exit(1);
-    }
-    return memory;
-}
-
-// =============================================================================
-// Where a rank runs: the same calls for a GPU and for the host
-// =============================================================================
-
-typedef struct machine {
-    kmla_gpu* gpu; // NULL: the host
-    driver cuda;
-    kmla_device card; // all zero on the host
-    void* stream;
-} machine;
-
-// `ordinal` below 0: the host.
-static void machine_open(machine* m, const char* library, int ordinal) {
-    const char* why_not;
-    kmla_gpu_desc desc;
-    memset(m, 0, sizeof *m);
-    if (ordinal < 0) {
-        return;
-    }
-    if (!driver_open_card(&m->cuda, library, ordinal, &why_not)) {
-        fprintf(stderr, "rank %d: GPU %d: %s\n", (int)my_rank, ordinal, why_not);
-        exit(1);
-    }
-    memset(&desc, 0, sizeof desc);
-    desc.cuda_handle = m->cuda.library;
-    desc.nvrtc_handle = library ? m->cuda.library : NULL;
-    must(kmla_gpu_open(&desc, &m->gpu, &error));
-    must(kmla_gpu_device(m->gpu, &m->card, &error));
-    must(kmla_gpu_prepare(m->gpu, NULL, NULL, &error)); // writers and combine
-    driver_must(&m->cuda, m->cuda.stream_create(&m->stream, DRIVER_STREAM_NON_BLOCKING),
-                "cuStreamCreate");
-}
-
-static void machine_close(machine* m) {
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.stream_destroy(m->stream), "cuStreamDestroy");
-    }
-    kmla_gpu_close(m->gpu);
-}
-
-static void machine_wait(const machine* m) {
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.context_synchronize(), "cuCtxSynchronize");
-    }
-}
-
-static void machine_poison(const machine* m, uint64_t address, size_t bytes) { // NaN of any type
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.memory_set(address, 0xff, bytes), "cuMemsetD8");
-    } else {
-        memset((void*)(uintptr_t)address, 0xff, bytes);
-    }
-}
-
-static uint64_t machine_alloc(const machine* m, size_t bytes) {
-    uint64_t address =
-        m->gpu ? driver_alloc(&m->cuda, bytes) : (uint64_t)(uintptr_t)allocate(bytes);
-    machine_poison(m, address, bytes ? bytes : 1);
-    return address;
-}
-
-static void machine_free(const machine* m, uint64_t address) {
-    if (m->gpu) {
-        driver_free(&m->cuda, address);
-    } else {
-        free((void*)(uintptr_t)address);
-    }
-}
-
-static void machine_write(const machine* m, uint64_t to, const void* from, size_t bytes) {
-    if (m->gpu) {
-        driver_upload(&m->cuda, to, from, bytes);
-    } else {
-        memcpy((void*)(uintptr_t)to, from, bytes);
-    }
-}
-
-static void machine_read(const machine* m, void* to, uint64_t from, size_t bytes) {
-    if (m->gpu) {
-        driver_download(&m->cuda, to, from, bytes); // waits
-    } else {
-        memcpy(to, (const void*)(uintptr_t)from, bytes);
-    }
-}
-
-static void machine_write_kv(const machine* m, const kmla_kv_write* args) {
-    must(m->gpu ? kmla_gpu_write_kv(m->gpu, args, m->stream, &error)
-                : kmla_host_write_kv(args, &error));
-}
-
-static void machine_write_query(const machine* m, const kmla_query_write* args, void* stream) {
-    must(m->gpu ? kmla_gpu_write_query(m->gpu, args, stream, &error)
-                : kmla_host_write_query(args, &error));
-}
-
-static void machine_decode(const machine* m, const kmla_plan* plan, const kmla_decode* args,
-                           void* stream) {
-    must(m->gpu ? kmla_gpu_decode(m->gpu, plan, args, stream, &error)
-                : kmla_host_decode(plan, args, NULL, &error));
-}
-
-static void machine_combine(const machine* m, const kmla_combine* args, void* stream) {
-    must(m->gpu ? kmla_gpu_combine(m->gpu, args, stream, &error) : kmla_host_combine(args, &error));
-}
-
-static kmla_plan machine_plan(const machine* m, const kmla_shape* shape) {
-    kmla_plan plan;
-    must(kmla_plan_decode(shape, &m->card, &plan, &error));
-    if (m->gpu) {
-        must(kmla_gpu_prepare(m->gpu, &plan, NULL, &error)); // before any capture
-    }
-    return plan;
-}
 
 // =============================================================================
 // NCCL, without nccl.h
@@ -429,33 +289,6 @@ static void reduce_scatter(const comm* c, uint64_t array, const kmla_slices* of,
 // The model's stand-in, the same on all ranks
 // =============================================================================
 
-static uint64_t next_random(uint64_t* state) { // splitmix64
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-// Nearly normal, sigma 1: the sum of four uniform 16-bit numbers.
-static uint16_t* normal_bf16(uint64_t seed, size_t count) {
-    uint16_t* values = (uint16_t*)allocate(count * sizeof *values);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = next_random(&seed);
-        double sum = (double)(bits & 0xffff) + (double)(bits >> 16 & 0xffff) +
-                     (double)(bits >> 32 & 0xffff) + (double)(bits >> 48);
-        values[i] = kmla_float_to_bf16((float)((sum / 65536.0 - 2.0) * 1.7320508));
-    }
-    return values;
-}
-
-static uint64_t digest(uint64_t hash, const void* data, size_t bytes) { // FNV-1a
-    const uint8_t* byte = (const uint8_t*)data;
-    for (size_t i = 0; i < bytes; i++) {
-        hash = (hash ^ byte[i]) * 0x100000001b3u;
-    }
-    return hash;
-}
-
 enum { SOURCE_TOKENS = 9973 }; // global token g has the values of source token g mod this
 
 typedef struct pool {
@@ -503,7 +336,7 @@ static pool pool_make(const machine* m, uint64_t values, int64_t context, kmla_d
         args.slots = slots_there;
         args.kv = p.kv;
         args.kv_pages = (uint64_t)p.pages;
-        machine_write_kv(m, &args);
+        machine_write_kv(m, &args, m->stream);
     }
     machine_wait(m);
     machine_free(m, slots_there);
@@ -811,7 +644,6 @@ static void play_all_ranks(const step* s, result* r) {
     uint64_t outs = machine_alloc(m, (size_t)g->out.bytes * (size_t)c->ranks);
     uint64_t lses = machine_alloc(m, (size_t)g->lse.bytes * (size_t)c->ranks);
     memset(r, 0, sizeof *r);
-    machine_wait(m); // the stream does not wait for what filled the buffers
     for (int32_t rank = 0; rank < c->ranks; rank++) {
         write_slice(s, rank, query, m->stream);
     }
@@ -856,7 +688,6 @@ static void decode_whole(const step* s, result* r) {
     plan = machine_plan(m, &shape);
     query = machine_alloc(m, (size_t)g->query.bytes);
     workspace = machine_alloc(m, (size_t)plan.workspace_bytes);
-    machine_wait(m);
     write_slice(s, c->rank, query, m->stream);
     memset(&args, 0, sizeof args);
     args.query = query + g->query.offset_bytes;
@@ -1009,7 +840,7 @@ static void check_lse_of_all(const step* s) {
     if (s->gathers[0].exchanges && s->how.transport == KMLA_TRANSPORT_REDUCE_SCATTER) {
         float* lse = (float*)allocate(bytes);
         machine_read(s->c->m, lse, s->all_lse, bytes);
-        expect_same_on_all_ranks(s->c, digest(0xcbf29ce484222325u, lse, bytes),
+        expect_same_on_all_ranks(s->c, digest(DIGEST_BEGIN, lse, bytes),
                                  "lse differs between ranks");
         free(lse);
     }
@@ -1054,7 +885,7 @@ static uint64_t run_way(const comm* c, const context* ctx, way how, uint64_t sou
         fflush(stdout);
     }
     step_free(&s);
-    return digest(0xcbf29ce484222325u, &got, sizeof got);
+    return digest(DIGEST_BEGIN, &got, sizeof got);
 }
 
 // Heads that divide among the ranks, and heads that do not, with slices of their own size and equal
@@ -1087,8 +918,13 @@ static int run_rank(shared* all, int32_t ranks, const char* nccl_path, const cha
     uint64_t values_there, source;
     size_t value_bytes = (size_t)SOURCE_TOKENS * KMLA_BF16_BYTES;
     size_t query_bytes = (size_t)ROWS * MOST_HEADS * KMLA_BF16_BYTES;
+    const char* why_not;
     comm c;
-    machine_open(&m, library, all->cards > 0 ? my_rank % all->cards : -1);
+    why_not = machine_open(&m, library, all->cards > 0 ? my_rank % all->cards : -1);
+    if (why_not) {
+        fprintf(stderr, "rank %d: %s\n", (int)my_rank, why_not);
+        exit(1);
+    }
     comm_open(&c, &m, all, ranks, nccl_path);
     if (!m.gpu || !m.cuda.can_time) { // a host, or a driver that only emulates a card: small
         sizes[0] = 100;
@@ -1223,6 +1059,7 @@ int main(int count, char** words) {
     for (my_rank = 0; my_rank < ranks; my_rank++) {
         children[my_rank] = fork();
         if (children[my_rank] == 0) {
+            snprintf(speaker, sizeof speaker, " on rank %d", (int)my_rank);
             exit(run_rank(all, ranks, nccl_path, library));
         }
     }

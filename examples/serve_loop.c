@@ -21,7 +21,7 @@
 #define KIMI_MLA_IMPLEMENTATION
 #include "../kimi_mla.h"
 
-#include "driver.h"
+#include "machine.h"
 
 #include <math.h>
 
@@ -30,121 +30,7 @@ enum { CAPACITIES = 4, MOST_REQUESTS = 8, MOST_ROWS = MOST_REQUESTS * ROWS };
 
 #define SCALE 0.07216878f // Kimi-K3: 192^-0.5
 
-static int mismatches;
-
-static void expect(int right, const char* what) {
-    if (!right) {
-        printf("MISMATCH: %s\n", what);
-        mismatches++;
-    }
-}
-
-static kmla_error error;
-
-static void must(kmla_status status) {
-    if (status != KMLA_OK) {
-        fprintf(stderr, "%s: %s\n", kmla_status_name(status), error.message);
-        exit(1);
-    }
-}
-
-static void* allocate(size_t bytes) {
-    void* memory = malloc(bytes);
-    if (!memory) {
-        fprintf(stderr, "no memory for %lu bytes\n", (unsigned long)bytes);
-        exit(1);
-    }
-    return memory;
-}
-
 static int32_t pages_of(int32_t tokens) { return (tokens + PAGE - 1) / PAGE; }
-
-// =============================================================================
-// Where it runs: the same calls for a GPU and for the host
-// =============================================================================
-
-typedef struct machine {
-    kmla_gpu* gpu; // NULL: the host
-    driver cuda;
-    kmla_device card; // all zero on the host
-    void* stream;
-    int has_graphs;
-} machine;
-
-static void machine_open(machine* m, const char* library) {
-    const char* why_not;
-    kmla_gpu_desc desc;
-    memset(m, 0, sizeof *m);
-    if (!driver_open(&m->cuda, library, &why_not)) {
-        printf("ran on: host reader (%s)\n", why_not);
-        return;
-    }
-    memset(&desc, 0, sizeof desc);
-    desc.cuda_handle = m->cuda.library;
-    desc.nvrtc_handle = library ? m->cuda.library : NULL;
-    must(kmla_gpu_open(&desc, &m->gpu, &error));
-    must(kmla_gpu_device(m->gpu, &m->card, &error));
-    must(kmla_gpu_prepare(m->gpu, NULL, NULL, &error)); // the writers
-    driver_must(&m->cuda, m->cuda.stream_create(&m->stream, DRIVER_STREAM_NON_BLOCKING),
-                "cuStreamCreate");
-    m->has_graphs = m->cuda.capture_begin && m->cuda.capture_end && m->cuda.graph_instantiate &&
-                    m->cuda.graph_launch && m->cuda.graph_exec_destroy && m->cuda.graph_destroy;
-    printf("ran on: %s, compute capability %d.%d%s\n", m->cuda.card, (int)m->card.compute_major,
-           (int)m->card.compute_minor, m->has_graphs ? "" : ", a driver without graphs");
-}
-
-static void machine_close(machine* m) {
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.stream_destroy(m->stream), "cuStreamDestroy");
-    }
-    kmla_gpu_close(m->gpu);
-}
-
-static void machine_poison(const machine* m, uint64_t address, size_t bytes) { // NaN of any type
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.memory_set(address, 0xff, bytes), "cuMemsetD8");
-    } else {
-        memset((void*)(uintptr_t)address, 0xff, bytes);
-    }
-}
-
-static uint64_t machine_alloc(const machine* m, size_t bytes) {
-    uint64_t address =
-        m->gpu ? driver_alloc(&m->cuda, bytes) : (uint64_t)(uintptr_t)allocate(bytes);
-    machine_poison(m, address, bytes);
-    return address;
-}
-
-static void machine_free(const machine* m, uint64_t address) {
-    if (m->gpu) {
-        driver_free(&m->cuda, address);
-    } else {
-        free((void*)(uintptr_t)address);
-    }
-}
-
-static void machine_write(const machine* m, uint64_t to, const void* from, size_t bytes) {
-    if (m->gpu) {
-        driver_upload(&m->cuda, to, from, bytes);
-    } else {
-        memcpy((void*)(uintptr_t)to, from, bytes);
-    }
-}
-
-static void machine_read(const machine* m, void* to, uint64_t from, size_t bytes) {
-    if (m->gpu) {
-        driver_download(&m->cuda, to, from, bytes);
-    } else {
-        memcpy(to, (const void*)(uintptr_t)from, bytes);
-    }
-}
-
-// The stream does not wait for copies of the default stream; this waits for both.
-static void machine_synchronize(const machine* m) {
-    if (m->gpu) {
-        driver_must(&m->cuda, m->cuda.context_synchronize(), "cuCtxSynchronize");
-    }
-}
 
 // =============================================================================
 // The model's stand-in: random numbers that depend on request, position and version only
@@ -153,37 +39,12 @@ static void machine_synchronize(const machine* m) {
 enum { RANDOM_TOKEN = 1, RANDOM_QUERY, RANDOM_DRAFTS, RANDOM_ACCEPT, RANDOM_PAGES };
 enum { VERSION_TRUE = 0, VERSION_REJECTED = 1 };
 
-static uint64_t next_random(uint64_t* state) { // splitmix64
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 static uint64_t seed_of(int kind, int32_t request, int32_t position, int version) {
     uint64_t state = (uint64_t)kind;
     state = next_random(&state) ^ (uint64_t)request;
     state = next_random(&state) ^ (uint64_t)position;
     state = next_random(&state) ^ (uint64_t)version;
     return next_random(&state);
-}
-
-// Nearly normal, sigma 1: the sum of four uniform 16-bit numbers.
-static void fill_normal(uint64_t seed, uint16_t* values, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = next_random(&seed);
-        double sum = (double)(bits & 0xffff) + (double)(bits >> 16 & 0xffff) +
-                     (double)(bits >> 32 & 0xffff) + (double)(bits >> 48);
-        values[i] = kmla_float_to_bf16((float)((sum / 65536.0 - 2.0) * 1.7320508));
-    }
-}
-
-static uint64_t digest(uint64_t hash, const void* data, size_t bytes) { // FNV-1a
-    const uint8_t* byte = (const uint8_t*)data;
-    for (size_t i = 0; i < bytes; i++) {
-        hash = (hash ^ byte[i]) * 0x100000001b3u;
-    }
-    return hash;
 }
 
 // =============================================================================
@@ -316,7 +177,7 @@ static void request_make(request* r, int32_t id, int32_t factor) {
     r->turn = -1;
     r->pages = (int32_t*)allocate((size_t)pages_of((int32_t)room) * sizeof *r->pages);
     r->keys = (double*)allocate(room * KMLA_QUERY_DIMS * sizeof *r->keys);
-    r->digest = 0xcbf29ce484222325u;
+    r->digest = DIGEST_BEGIN;
 }
 
 static void request_free(request* r) {
@@ -331,20 +192,6 @@ static void request_resize(const machine* m, pool* p, request* r, int32_t tokens
     }
     while (r->page_count > pages_of(tokens)) {
         pool_give_back(m, p, r->pages[--r->page_count]);
-    }
-}
-
-// The values of a packed record, exactly.
-static void read_record(const uint8_t* record, double* values) {
-    for (int i = 0; i < KMLA_LATENT_DIMS; i++) {
-        float scale;
-        memcpy(&scale, record + KMLA_PACKED_SCALE_OFFSET + i / KMLA_GROUP_DIMS * 4, 4);
-        values[i] = (double)kmla_e4m3_to_float(record[i]) * (double)scale;
-    }
-    for (int i = 0; i < KMLA_ROPE_DIMS; i++) {
-        uint16_t bits;
-        memcpy(&bits, record + KMLA_PACKED_ROPE_OFFSET + i * 2, 2);
-        values[KMLA_LATENT_DIMS + i] = (double)kmla_bf16_to_float(bits);
     }
 }
 
@@ -375,7 +222,8 @@ static void make_token(request* r, int32_t position, int version, uint16_t* valu
     int64_t slot = 0;
     kmla_kv_write args = kv_write_of((uint64_t)(uintptr_t)record, 1, 1, (uint64_t)(uintptr_t)values,
                                      (uint64_t)(uintptr_t)&slot, 1);
-    fill_normal(seed_of(RANDOM_TOKEN, r->id, position, version), values, KMLA_QUERY_DIMS);
+    uint64_t seed = seed_of(RANDOM_TOKEN, r->id, position, version);
+    fill_normal(&seed, values, KMLA_QUERY_DIMS);
     must(kmla_host_write_kv(&args, &error));
     read_record(record, r->keys + (size_t)position * KMLA_QUERY_DIMS);
 }
@@ -392,10 +240,8 @@ static void write_tokens(const machine* m, uint64_t kv, int32_t pages, int32_t p
     kmla_kv_write args = kv_write_of(kv, pages, page_tokens, values_there, slots_there, tokens);
     machine_write(m, values_there, values, value_bytes);
     machine_write(m, slots_there, slots, slot_bytes);
-    machine_synchronize(m);
-    must(m->gpu ? kmla_gpu_write_kv(m->gpu, &args, m->stream, &error)
-                : kmla_host_write_kv(&args, &error));
-    machine_synchronize(m);
+    machine_write_kv(m, &args, m->stream);
+    machine_wait(m);
     machine_free(m, values_there);
     machine_free(m, slots_there);
 }
@@ -515,14 +361,8 @@ static const capacity* engine_pick(const engine* e, int32_t live) {
 }
 
 static void engine_launch(const engine* e, const capacity* c) {
-    const machine* m = e->m;
-    if (m->gpu) {
-        must(kmla_gpu_write_kv(m->gpu, &c->write, m->stream, &error));
-        must(kmla_gpu_decode(m->gpu, &c->plan, &c->decode, m->stream, &error));
-    } else {
-        must(kmla_host_write_kv(&c->write, &error));
-        must(kmla_host_decode(&c->plan, &c->decode, NULL, &error));
-    }
+    machine_write_kv(e->m, &c->write, e->m->stream);
+    machine_decode(e->m, &c->plan, &c->decode, e->m->stream);
 }
 
 // One number of splits for all: then a row's bits do not depend on the capacity that it runs in.
@@ -542,10 +382,7 @@ static void capacity_plan(const engine* e, capacity* c, int32_t requests, int32_
     shape.lengths.lengths_kind = e->run->ragged ? KMLA_LENGTHS_PER_REQUEST : KMLA_LENGTHS_PER_ROW;
     shape.lengths.rows_kind = KMLA_ROWS_CAUSAL;
     c->requests = requests;
-    must(kmla_plan_decode(&shape, &e->m->card, &c->plan, &error));
-    if (e->m->gpu) {
-        must(kmla_gpu_prepare(e->m->gpu, &c->plan, NULL, &error)); // before any capture
-    }
+    c->plan = machine_plan(e->m, &shape);
 }
 
 static void capacity_bind(const engine* e, capacity* c) {
@@ -617,7 +454,6 @@ static void engine_make(engine* e, const machine* m, const sizes* size, const ru
     e->out_there = machine_alloc(m, e->out_bytes);
     e->lse_there = machine_alloc(m, e->lse_bytes);
     e->workspace = machine_alloc(m, (size_t)workspace_bytes);
-    machine_synchronize(m);
     for (int i = 0; i < CAPACITIES; i++) {
         capacity_bind(e, &e->capacities[i]);
         if (m->has_graphs && !how->direct) {
@@ -686,10 +522,10 @@ static void batch_add(engine* e, request* r, int32_t index, int32_t first_row) {
     for (int32_t i = 0; i < r->rows; i++) {
         int32_t row = first_row + i, position = r->tokens + i;
         int version = i <= r->accepted ? VERSION_TRUE : VERSION_REJECTED;
+        uint64_t seed = seed_of(RANDOM_QUERY, r->id, position, version);
         make_token(r, position, version, e->in->values[row]);
         e->in->slots[row] = slot_of(r, position);
-        fill_normal(seed_of(RANDOM_QUERY, r->id, position, version),
-                    e->queries + (size_t)row * query_values, query_values);
+        fill_normal(&seed, e->queries + (size_t)row * query_values, query_values);
         if (!e->run->ragged) {
             e->in->lengths[row] = position + 1;
         }
@@ -722,7 +558,6 @@ static void batch_run(engine* e, const capacity* c) {
     machine_write(m, e->queries_there, e->queries, e->query_bytes);
     machine_poison(m, e->out_there, e->out_bytes); // so that a vector nobody wrote is seen
     machine_poison(m, e->lse_there, e->lse_bytes);
-    machine_synchronize(m);
     if (c->graph) {
         driver_must(&m->cuda, m->cuda.graph_launch(c->graph, m->stream), "cuGraphLaunch");
     } else {
@@ -738,9 +573,6 @@ typedef struct accuracy {
     double out; // worst relative L2
     double lse; // worst absolute, over max(1, |lse|)
 } accuracy;
-
-// A NaN is worse than any number.
-static double worse(double a, double b) { return a > b || a != a ? a : b; }
 
 // One vector from its definition, over keys that never were in a page. Returns its lse.
 static double uncached(const double* keys, int32_t tokens, const uint16_t* query, double* scores,
@@ -964,7 +796,7 @@ int main(int count, char** words) {
                 "usage: serve_loop [--library PATH]    PATH: libcuda and NVRTC in one library\n");
         return 1;
     }
-    machine_open(&m, library);
+    machine_open_first(&m, library);
     // A host, or a driver that only emulates a card: small.
     size = m.gpu && m.cuda.can_time ? &gpu_sizes : &small_sizes;
     printf("%d heads, packed KV, BF16 queries and outputs, FP32 partials, %d static splits, "

@@ -816,15 +816,21 @@ static void judge_combined(const combine_case* k, int32_t row, int32_t head) {
            right_lse);
 }
 
+// Sizes of the n-th of many; types and strides are the caller's.
+static combine_case small_combine(int32_t parts, int n) {
+    combine_case k;
+    memset(&k, 0, sizeof k);
+    k.args.parts = parts;
+    k.args.rows = 1 + n % 3;
+    k.args.heads = 1 + n * 7 % 12;
+    return k;
+}
+
 static void test_combine(void) {
     static const int32_t parts[] = {1, 2, 9, 64};
     for (int n = 0; n < COUNT(parts) * 8; n++) {
-        combine_case k;
+        combine_case k = small_combine(parts[n % COUNT(parts)], n);
         ref_random random = {draw()};
-        memset(&k, 0, sizeof k);
-        k.args.parts = parts[n % COUNT(parts)];
-        k.args.rows = 1 + n % 3;
-        k.args.heads = 1 + n * 7 % 12;
         k.args.part_type = n / 4 % 2;
         k.args.out_type = n / 8 % 2;
         if (n >= 16) { // strides: heads inside rows inside parts, padded; lse heads outermost

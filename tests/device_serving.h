@@ -90,12 +90,8 @@ static void check_share_in_place(combine_case* k) {
 static void test_shares(void) {
     static const int32_t parts[] = {1, 2, 9, 40};
     for (int n = 0; n < COUNT(parts) * 4; n++) {
-        combine_case k;
+        combine_case k = small_combine(parts[n % COUNT(parts)], n);
         ref_random random = {draw()};
-        memset(&k, 0, sizeof k);
-        k.args.parts = parts[n % COUNT(parts)];
-        k.args.rows = 1 + n % 3;
-        k.args.heads = 1 + n * 7 % 12;
         k.args.part_type = n / 4 % 2;
         k.args.out_type = n / 4 % 2;
         if (n >= 8) { // heads outermost, as ranks exchange them

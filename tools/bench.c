@@ -15,6 +15,7 @@
 #include "../kimi_mla.h"
 
 #include "../examples/driver.h"
+#include "../examples/stand_in.h"
 
 #include <time.h>
 
@@ -72,41 +73,16 @@ static void must(kmla_status status, const kmla_error* error) {
     }
 }
 
-static void* allocate(size_t bytes) {
-    void* memory = malloc(bytes ? bytes : 1);
-    if (!memory) {
-        fprintf(stderr, "no memory for %lu bytes\n", (unsigned long)bytes);
-        exit(1);
-    }
-    return memory;
-}
-
 static uint64_t address_of(const void* memory) { return (uint64_t)(uintptr_t)memory; }
 
 // =============================================================================
 // Random data
 // =============================================================================
 
-static uint64_t next_random(uint64_t* state) { // splitmix64
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 static int64_t random_below(uint64_t* state, int64_t count) {
     return (int64_t)(next_random(state) % (uint64_t)count);
 }
 
-// Nearly normal, sigma 1: the sum of four uniform 16-bit numbers.
-static void fill_normal_bf16(uint64_t* state, uint16_t* values, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = next_random(state);
-        double sum = (double)(bits & 0xffff) + (double)(bits >> 16 & 0xffff) +
-                     (double)(bits >> 32 & 0xffff) + (double)(bits >> 48);
-        values[i] = kmla_float_to_bf16((float)((sum / 65536.0 - 2.0) * 1.7320508));
-    }
-}
 
 static void shuffle(uint64_t* state, int32_t* values, int32_t count) {
     for (int32_t i = 0; i < count; i++) {
@@ -222,7 +198,7 @@ static void make_queries(bench* b, job* work) {
     size_t vectors = (size_t)work->shape.rows * (size_t)work->stored_heads;
     int32_t* lengths = (int32_t*)allocate((size_t)work->shape.requests * sizeof *lengths);
     work->host_query = (uint16_t*)allocate(vectors * KMLA_BF16_BYTES);
-    fill_normal_bf16(&b->random, work->host_query, vectors * KMLA_QUERY_DIMS);
+    fill_normal(&b->random, work->host_query, vectors * KMLA_QUERY_DIMS);
     work->query = driver_alloc(&b->cuda, vectors * KMLA_BF16_BYTES);
     driver_upload(&b->cuda, work->query, work->host_query, vectors * KMLA_BF16_BYTES);
     for (int32_t i = 0; i < work->shape.requests; i++) {
@@ -236,7 +212,7 @@ static void make_queries(bench* b, job* work) {
 }
 
 // The values of a record, exactly.
-static void read_record(int32_t format, const uint8_t* record, double* values) {
+static void read_any_record(int32_t format, const uint8_t* record, double* values) {
     static double code_values[256];
     if (code_values[1] == 0.0) {
         for (int code = 0; code < 256; code++) {
@@ -265,7 +241,7 @@ static void read_record(int32_t format, const uint8_t* record, double* values) {
 static void read_query(const job* work, int64_t vector, double* values) {
     const uint16_t* bf16 = work->host_query + vector * KMLA_QUERY_DIMS;
     if (work->shape.mode == KMLA_MODE_EXACT) {
-        read_record(KMLA_KV_BF16, (const uint8_t*)bf16, values);
+        read_any_record(KMLA_KV_BF16, (const uint8_t*)bf16, values);
     } else {
         uint64_t aligned[KMLA_BF16_BYTES / 8 + 2], packed[KMLA_PACKED_BYTES / 8 + 2];
         uint64_t from = (address_of(aligned) + 15) / 16 * 16;
@@ -281,7 +257,7 @@ static void read_query(const job* work, int64_t vector, double* values) {
         args.source = from;
         args.query = to;
         must(kmla_host_write_query(&args, &error), &error);
-        read_record(KMLA_KV_PACKED, (const uint8_t*)(uintptr_t)to, values);
+        read_any_record(KMLA_KV_PACKED, (const uint8_t*)(uintptr_t)to, values);
     }
 }
 
@@ -307,7 +283,7 @@ static void answer_vector(const bench* b, const job* work, int32_t pool, answer*
                             pool_of(work, pool) + number * BENCH_PAGE * record_bytes,
                             BENCH_PAGE * record_bytes);
         }
-        read_record(shape->kv_format, page + token % BENCH_PAGE * (int64_t)record_bytes, key);
+        read_any_record(shape->kv_format, page + token % BENCH_PAGE * (int64_t)record_bytes, key);
         for (int i = 0; i < KMLA_QUERY_DIMS; i++) {
             score += query[i] * key[i];
         }
@@ -893,7 +869,7 @@ static void bench_open(bench* b) {
     must(kmla_gpu_device(b->gpu, &b->card, &error), &error);
     must(kmla_gpu_prepare(b->gpu, NULL, NULL, &error), &error); // the writers
     b->random = 1;
-    fill_normal_bf16(&b->random, source, values);
+    fill_normal(&b->random, source, values);
     b->source = driver_alloc(&b->cuda, values * sizeof *source);
     driver_upload(&b->cuda, b->source, source, values * sizeof *source);
     free(source);

@@ -311,14 +311,6 @@ KMLA_DEVICE void store_matrix_x4_transposed(void* row, uint32_t r0, uint32_t r1,
                                             uint32_t r3) {
     emulator_store_matrix("store_matrix_x4_transposed", {row, 4, {r0, r1, r2, r3}});
 }
-// By shared_address.
-KMLA_DEVICE void store_matrix_x2_transposed(uint32_t row, uint32_t r0, uint32_t r1) {
-    store_matrix_x2_transposed((void*)(shared_memory() + row), r0, r1);
-}
-KMLA_DEVICE void store_matrix_x4_transposed(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2,
-                                            uint32_t r3) {
-    store_matrix_x4_transposed((void*)(shared_memory() + row), r0, r1, r2, r3);
-}
 template <uint32_t count> KMLA_DEVICE void registers_release() {
     emulator::change_registers("registers_release", count, false);
 }
