@@ -136,8 +136,7 @@ FAULTS = [
     records("window of a row off by one", "maximum(range.end - args.window, 0)",
             "maximum(range.end - args.window - 1, 0)"),
     records("row offsets subtracted from a local length", "minimum(local_length(args, (int)bound),",
-            "minimum(maximum(local_length(args, lengths[group]) - (int)(lengths[group] - bound), "
-            "0),"),
+            "minimum(maximum(local_length(args, length) - (int)(length - bound), 0),"),
     records("a rank's share without its upper limit",
             "rest > args.dcp_interleave ? args.dcp_interleave : rest;",
             "rest;"),
@@ -164,7 +163,7 @@ FAULTS = [
 
     # ---- results
     tile("lse in base 2", "(reference + log2_fast(sum)) * ln_2;", "reference + log2_fast(sum);"),
-    tile("an empty row is not empty", "float lse = empty ? -infinity() :", "float lse = false ? 0 :"),
+    tile("an empty row weighs something", "float lse = empty ? -infinity() :", "float lse = empty ? 0 :"),
     tile("an empty row is divided by 0", "factors()[n] = empty ? 0 :", "factors()[n] = false ? 0 :"),
     tile("a split that saw all writes a partial", "(!empty && range_of(n).whole)", "false",
          group="single split bits"),
@@ -198,7 +197,7 @@ FAULTS = [
            "    store_results("),
     tile("no barrier between the bounds of warps and of the tile",
          "    sync_block();\n    if (thread_index() == 0) {\n        for (int w",
-         "    if (thread_index() == 0) {\n        for (int w"),
+         "    if (thread_index() == 0) {\n        for (int w", card="sm90"),
     reader("a step is copied over one in use",
            "                barrier_wait(free_of(step), (uint32_t)(step / kStages - 1) & 1);\n", ""),
     reader("copies of the 17th step are those of the first",
