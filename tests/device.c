@@ -2319,45 +2319,67 @@ static void decode_in_context(kmla_gpu* gpu, ref_case* c, loaded* l, const answe
     judge(c, right, what);
 }
 
-// The same variant in two contexts, in turn; an object is of use in its own context only.
+// One of two contexts with all that a decode needs there. The first is the tests' own.
+typedef struct place {
+    const char* name;
+    void* context;
+    kmla_gpu* gpu;
+    loaded l;
+} place;
+
+static void settle(place* p, const ref_case* c) {
+    kmla_error error;
+    driver_check(backend.driver.context_set(p->context), "cuCtxSetCurrent");
+    load(c, &p->l);
+    p->gpu = p->context == backend.context ? backend.gpu : open_unprepared();
+    expect(kmla_gpu_prepare(p->gpu, &c->plan, NULL, &error) == KMLA_OK, "%s: %s", p->name,
+           error.message);
+}
+
+static void vacate(place* p) {
+    driver_check(backend.driver.context_set(p->context), "cuCtxSetCurrent");
+    unload(&p->l);
+    if (p->gpu != backend.gpu) {
+        kmla_gpu_close(p->gpu);
+    }
+    driver_check(backend.driver.context_set(backend.context), "cuCtxSetCurrent");
+}
+
+// The same variant in two places, in turn; an object is of use in its own context only.
+static void take_turns(place* places, ref_case* c, const answer* right) {
+    void* current = NULL;
+    kmla_error error;
+    for (int run = 0; run < 6; run++) {
+        place *here = &places[run % 2], *there = &places[1 - run % 2];
+        driver_check(backend.driver.context_set(here->context), "cuCtxSetCurrent");
+        decode_in_context(here->gpu, c, &here->l, right, here->name);
+        const kmla_status status = kmla_gpu_decode(there->gpu, &c->plan, &there->l.args, NULL,
+                                                   &error);
+        expect(status == KMLA_ERROR_CONTEXT, "the other's object: %s", kmla_status_name(status));
+        driver_check(backend.driver.context_get(&current), "cuCtxGetCurrent");
+        expect(current == here->context, "the current context changed");
+    }
+}
+
 static void test_rt_06(void) {
     const int32_t lengths[] = {200, 100};
     ref_case c;
-    loaded l[2];
-    kmla_gpu* gpus[2];
-    void *contexts[2], *current = NULL;
-    kmla_error error;
+    place places[2] = {{.name = "first context"}, {.name = "second context"}};
     if (on_host() || backend.driver.context_create == NULL) {
         skip("no contexts to create here");
         return;
     }
     graph_case(&c, lengths, KMLA_KV_PACKED, 2);
     answer right = answer_of(&c);
-    contexts[0] = backend.context;
-    gpus[0] = backend.gpu;
-    load(&c, &l[0]);
-    prepare(&c.plan);
-    driver_check(backend.driver.context_create(&contexts[1], 0, backend.ordinal), "cuCtxCreate");
-    driver_check(backend.driver.context_set(contexts[1]), "cuCtxSetCurrent");
-    load(&c, &l[1]);
-    gpus[1] = open_unprepared();
-    expect(kmla_gpu_prepare(gpus[1], &c.plan, NULL, &error) == KMLA_OK, "%s", error.message);
-    for (int run = 0; run < 6; run++) {
-        const int i = run % 2;
-        driver_check(backend.driver.context_set(contexts[i]), "cuCtxSetCurrent");
-        decode_in_context(gpus[i], &c, &l[i], &right, i == 0 ? "first context" : "second context");
-        const kmla_status status =
-            kmla_gpu_decode(gpus[1 - i], &c.plan, &l[1 - i].args, NULL, &error);
-        expect(status == KMLA_ERROR_CONTEXT, "the other's object: %s", kmla_status_name(status));
-        driver_check(backend.driver.context_get(&current), "cuCtxGetCurrent");
-        expect(current == contexts[i], "the current context changed");
-    }
-    driver_check(backend.driver.context_set(contexts[1]), "cuCtxSetCurrent");
-    unload(&l[1]);
-    kmla_gpu_close(gpus[1]);
-    driver_check(backend.driver.context_destroy(contexts[1]), "cuCtxDestroy");
-    driver_check(backend.driver.context_set(contexts[0]), "cuCtxSetCurrent");
-    unload(&l[0]);
+    places[0].context = backend.context;
+    driver_check(backend.driver.context_create(&places[1].context, 0, backend.ordinal),
+                 "cuCtxCreate");
+    settle(&places[0], &c);
+    settle(&places[1], &c);
+    take_turns(places, &c, &right);
+    vacate(&places[1]);
+    driver_check(backend.driver.context_destroy(places[1].context), "cuCtxDestroy");
+    vacate(&places[0]);
     answer_free(&right);
     ref_free(&c);
 }
@@ -2402,29 +2424,6 @@ static void live_in_context(ref_case* c, const answer* right, const char* what) 
     }
     unload(&l);
     kmla_gpu_close(gpu);
-}
-
-static void test_two_devices(void) {
-    const int32_t lengths[] = {200, 100};
-    ref_case c;
-    void* context;
-    int count = 0, device;
-    if (on_host() || backend.driver.device_count == NULL ||
-        backend.driver.device_count(&count) != 0 || count < 2) {
-        skip("one card");
-        return;
-    }
-    graph_case(&c, lengths, KMLA_KV_PACKED, 2);
-    answer right = answer_of(&c);
-    for (int run = 0; run < 4; run++) {
-        driver_check(backend.driver.device_get(&device, run % 2), "cuDeviceGet");
-        driver_check(backend.driver.context_retain(&context, device), "cuDevicePrimaryCtxRetain");
-        driver_check(backend.driver.context_set(context), "cuCtxSetCurrent");
-        live_in_context(&c, &right, run % 2 == 0 ? "first card" : "second card");
-    }
-    driver_check(backend.driver.context_set(backend.context), "cuCtxSetCurrent");
-    answer_free(&right);
-    ref_free(&c);
 }
 
 // A context of 16 of the card's multiprocessors: planned for those, in a capture too.
@@ -2472,7 +2471,9 @@ static void test_green_context(void) {
 enum { LAUNCHING_THREADS = 4 };
 
 typedef struct launching {
-    ref_case* c;
+    const ref_case* c;
+    void* context;
+    kmla_gpu* gpu;
     loaded l;
     int launches;
     int failed;
@@ -2481,11 +2482,11 @@ typedef struct launching {
 static void* launch_on_thread(void* data) {
     launching* mine = (launching*)data;
     void* stream = NULL;
-    mine->failed = backend.driver.context_set(backend.context) != 0 ||
+    mine->failed = backend.driver.context_set(mine->context) != 0 ||
                    backend.driver.stream_create(&stream, 1) != 0; // 1: waits for no other stream
     for (int i = 0; i < mine->launches && !mine->failed; i++) {
-        mine->failed = kmla_gpu_decode(backend.gpu, &mine->c->plan, &mine->l.args, stream, NULL) !=
-                       KMLA_OK;
+        mine->failed =
+            kmla_gpu_decode(mine->gpu, &mine->c->plan, &mine->l.args, stream, NULL) != KMLA_OK;
     }
     if (stream) { // when its work is done
         backend.driver.stream_destroy(stream);
@@ -2493,11 +2494,23 @@ static void* launch_on_thread(void* data) {
     return NULL;
 }
 
+static void run_threads(launching* each, int count) {
+    pthread_t threads[LAUNCHING_THREADS];
+    for (int i = 0; i < count; i++) {
+        if (pthread_create(&threads[i], NULL, launch_on_thread, &each[i]) != 0) {
+            backend_stop("no thread");
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        pthread_join(threads[i], NULL);
+        expect(!each[i].failed, "thread %d failed", i);
+    }
+}
+
 // One object, four threads, each with a stream, outputs and a workspace of its own.
 static void test_launches_from_threads(void) {
     const int32_t lengths[] = {200, 100};
     ref_case c;
-    pthread_t threads[LAUNCHING_THREADS];
     launching each[LAUNCHING_THREADS];
     if (on_host()) {
         skip("the host reader has no streams");
@@ -2508,26 +2521,67 @@ static void test_launches_from_threads(void) {
     prepare(&c.plan);
     for (int i = 0; i < LAUNCHING_THREADS; i++) {
         each[i].c = &c;
+        each[i].context = backend.context;
+        each[i].gpu = backend.gpu;
         each[i].launches = pick(3, 200);
         load(&c, &each[i].l);
     }
     synchronize(); // the copies
-    for (int i = 0; i < LAUNCHING_THREADS; i++) {
-        if (pthread_create(&threads[i], NULL, launch_on_thread, &each[i]) != 0) {
-            backend_stop("no thread");
-        }
-    }
-    for (int i = 0; i < LAUNCHING_THREADS; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    run_threads(each, LAUNCHING_THREADS);
     synchronize();
     for (int i = 0; i < LAUNCHING_THREADS; i++) {
-        expect(!each[i].failed, "thread %d failed", i);
         copy_to_host(c.out.data, each[i].l.out.address, each[i].l.out.bytes);
         copy_to_host(c.lse.data, each[i].l.lse.address, each[i].l.lse.bytes);
         judge(&c, &right, "from a thread");
         unload(&each[i].l);
     }
+    answer_free(&right);
+    ref_free(&c);
+}
+
+// Takes the outputs of a place's last launches and judges them.
+static void judge_place(place* p, ref_case* c, const answer* right) {
+    driver_check(backend.driver.context_set(p->context), "cuCtxSetCurrent");
+    synchronize();
+    copy_to_host(c->out.data, p->l.out.address, p->l.out.bytes);
+    copy_to_host(c->lse.data, p->l.lse.address, p->l.lse.bytes);
+    judge(c, right, p->name);
+}
+
+// An object on each card: in turn from this thread, then both at once from a thread for each.
+static void test_two_devices(void) {
+    const int32_t lengths[] = {200, 100};
+    ref_case c;
+    place places[2] = {{.name = "first card"}, {.name = "second card"}};
+    launching each[2];
+    int count = 0, device;
+    if (on_host() || backend.driver.device_count == NULL ||
+        backend.driver.device_count(&count) != 0 || count < 2) {
+        skip("one card");
+        return;
+    }
+    graph_case(&c, lengths, KMLA_KV_PACKED, 2);
+    answer right = answer_of(&c);
+    for (int i = 0; i < 2; i++) {
+        driver_check(backend.driver.device_get(&device, i), "cuDeviceGet");
+        driver_check(backend.driver.context_retain(&places[i].context, device),
+                     "cuDevicePrimaryCtxRetain");
+        settle(&places[i], &c);
+    }
+    take_turns(places, &c, &right);
+    for (int i = 0; i < 2; i++) {
+        driver_check(backend.driver.context_set(places[i].context), "cuCtxSetCurrent");
+        fill_device(places[i].l.out.address, 0xff, places[i].l.out.bytes);
+        fill_device(places[i].l.lse.address, 0xff, places[i].l.lse.bytes);
+        synchronize();
+        each[i] = (launching){&c, places[i].context, places[i].gpu, places[i].l, pick(3, 200), 0};
+    }
+    run_threads(each, 2);
+    for (int i = 0; i < 2; i++) {
+        judge_place(&places[i], &c, &right);
+    }
+    vacate(&places[1]);
+    vacate(&places[0]);
     answer_free(&right);
     ref_free(&c);
 }

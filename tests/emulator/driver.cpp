@@ -1,5 +1,5 @@
 // A CUDA driver and an NVRTC that run the device source on the CPU, under the names that
-// kimi_mla.h looks up. One card, of the architecture that the library was built for. NVRTC is the
+// kimi_mla.h looks up. Two cards of the architecture that the library was built for. NVRTC is the
 // host's C++ compiler, a "CUBIN" the path of a shared object; launches are done when the call
 // returns. Faults of device code abort; misuse of the API gets the driver's error codes.
 //
@@ -15,6 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,7 +40,7 @@ enum {
 };
 
 // =============================================================================
-// The card
+// The cards
 // =============================================================================
 
 // Opt-in limit of a block; an SM has 1 KiB more for the system.
@@ -46,18 +48,30 @@ static const int shared_optin = KMLA_ARCH == 80 ? 166912 : KMLA_ARCH == 90 ? 232
 static const int shared_default = 49152;
 static const int driver_version = 13000;
 
+static const int device_count = 2;
+
 struct context {
     unsigned long long id;
+    int device;
     bool alive;
 };
 
 static bool initialised;
-static context primary = {1, true};
+static context primaries[device_count] = {{1, 0, true}, {2, 1, true}};
 static thread_local std::vector<context*> current_contexts; // as pushed
 
 static context* current_context() {
     return current_contexts.empty() ? nullptr : current_contexts.back();
 }
+
+// Also for calls about a device, which need no context.
+#define NEED_DEVICE(device)                                                                        \
+    if (!initialised) {                                                                            \
+        return NOT_INITIALIZED;                                                                    \
+    }                                                                                              \
+    if ((device) < 0 || (device) >= device_count) {                                                \
+        return INVALID_DEVICE;                                                                     \
+    }
 
 // Every call but a few starts with this.
 #define NEED_CONTEXT                                                                               \
@@ -79,18 +93,20 @@ EXPORT CUresult cuDriverGetVersion(int* version) {
 }
 
 EXPORT CUresult cuDeviceGetCount(int* count) {
-    *count = 1;
+    *count = device_count;
     return initialised ? SUCCESS : NOT_INITIALIZED;
 }
 
 EXPORT CUresult cuDeviceGet(int* device, int ordinal) {
-    *device = 0;
-    return !initialised ? NOT_INITIALIZED : ordinal == 0 ? SUCCESS : INVALID_DEVICE;
+    NEED_DEVICE(ordinal)
+    *device = ordinal;
+    return SUCCESS;
 }
 
 EXPORT CUresult cuDeviceGetName(char* name, int bytes, int device) {
+    NEED_DEVICE(device)
     snprintf(name, (size_t)bytes, "emulated sm_%d", KMLA_ARCH);
-    return device == 0 ? SUCCESS : INVALID_DEVICE;
+    return SUCCESS;
 }
 
 EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
@@ -104,9 +120,7 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
         {81, shared_optin + 1024}, // shared memory of an SM
         {97, shared_optin},        // shared memory of a block that asks for it
     };
-    if (!initialised || device != 0) {
-        return initialised ? INVALID_DEVICE : NOT_INITIALIZED;
-    }
+    NEED_DEVICE(device)
     for (const int(&each)[2] : attributes) {
         if (each[0] == attribute) {
             *value = each[1];
@@ -119,12 +133,10 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
 // ---- contexts
 
 EXPORT CUresult cuCtxCreate_v2(context** made, unsigned, int device) {
-    if (!initialised || device != 0) {
-        return initialised ? INVALID_DEVICE : NOT_INITIALIZED;
-    }
+    NEED_DEVICE(device)
     // Never freed, so that the handle of a dead one stays a name for it.
     static std::vector<context*>& all = *new std::vector<context*>;
-    *made = new context{all.size() + 2, true};
+    *made = new context{all.size() + 1 + device_count, device, true};
     all.push_back(*made);
     current_contexts.push_back(*made);
     return SUCCESS;
@@ -139,8 +151,9 @@ EXPORT CUresult cuCtxDestroy_v2(context* gone) {
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(context** result, int device) {
-    *result = &primary;
-    return !initialised ? NOT_INITIALIZED : device == 0 ? SUCCESS : INVALID_DEVICE;
+    NEED_DEVICE(device)
+    *result = &primaries[device];
+    return SUCCESS;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
@@ -176,7 +189,7 @@ EXPORT CUresult cuCtxGetCurrent(context** result) {
 
 EXPORT CUresult cuCtxGetDevice(int* device) {
     NEED_CONTEXT
-    *device = 0;
+    *device = current_context()->device;
     return SUCCESS;
 }
 
@@ -235,8 +248,9 @@ struct recorded_launch {
 };
 
 struct stream {
+    context* home;
     bool capturing = false, strict = false, valid = true;
-    std::vector<recorded_launch> launches;
+    std::vector<recorded_launch> launches = {};
 };
 typedef std::vector<recorded_launch> graph;
 
@@ -256,7 +270,7 @@ static bool breaks_capture() {
 
 EXPORT CUresult cuStreamCreate(stream** made, unsigned) {
     NEED_CONTEXT
-    *made = new stream;
+    *made = new stream{current_context()};
     return SUCCESS;
 }
 
@@ -347,8 +361,26 @@ EXPORT CUresult cuGraphDestroy(graph* gone) {
 }
 
 // =============================================================================
-// Memory: device addresses are host addresses
+// Memory: device addresses are host addresses, and one card's mean nothing to the other
 // =============================================================================
+
+struct allocation {
+    size_t bytes;
+    context* home;
+};
+static std::mutex allocations_mutex;
+static std::map<uint64_t, allocation> allocations; // by address
+
+// The card whose memory an address is in, -1 for what is no allocation.
+static int device_of(uint64_t address) {
+    std::lock_guard<std::mutex> lock(allocations_mutex);
+    auto after = allocations.upper_bound(address);
+    if (after == allocations.begin()) {
+        return -1;
+    }
+    const auto& [begin, found] = *std::prev(after);
+    return address - begin < found.bytes ? found.home->device : -1;
+}
 
 // To the byte, so that ASan sees the first access past it. Filled with NaN.
 EXPORT CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
@@ -363,12 +395,18 @@ EXPORT CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     }
     memset(memory, 0xff, bytes);
     *address = (uint64_t)(uintptr_t)memory;
+    std::lock_guard<std::mutex> lock(allocations_mutex);
+    allocations[*address] = {bytes, current_context()};
     return SUCCESS;
 }
 
 EXPORT CUresult cuMemFree_v2(uint64_t address) {
     NEED_CONTEXT
     NOT_IN_CAPTURE
+    std::lock_guard<std::mutex> lock(allocations_mutex);
+    if (allocations.erase(address) == 0) {
+        return INVALID_VALUE;
+    }
     free((void*)(uintptr_t)address);
     return SUCCESS;
 }
@@ -517,12 +555,25 @@ EXPORT CUresult cuFuncSetAttribute(function* of, int attribute, int value) {
     return SUCCESS;
 }
 
+// What a card makes of the other's memory is an illegal access, for one has no way into the other.
+static void check_card_of_args(const emulator::kernel* what, const char* args, int device) {
+    uint64_t word;
+    for (size_t at = 0; at + sizeof word <= what->args_bytes; at += sizeof word) {
+        memcpy(&word, args + at, sizeof word);
+        int owner = device_of(word);
+        if (owner >= 0 && owner != device) {
+            emulator::die("%s on card %d: its argument at byte %zu is memory of card %d",
+                          what->name, device, at, owner);
+        }
+    }
+}
+
 static CUresult launch(const function* what, const unsigned (&grid)[3], const unsigned (&block)[3],
                        unsigned shared_bytes, stream* in, bool programmatic, void** params,
                        void** extra) {
     NEED_CONTEXT
     uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
-    if (!what || what->home->home != current_context()) {
+    if (!what || what->home->home != current_context() || (in && in->home != current_context())) {
         return INVALID_HANDLE;
     }
     if (!grid[0] || !grid[1] || !grid[2] || grid[0] > 0x7fffffffu || grid[1] > 65535 ||
@@ -535,6 +586,7 @@ static CUresult launch(const function* what, const unsigned (&grid)[3], const un
                       block[2]);
     }
     const char* args = (const char*)params[0];
+    check_card_of_args(what->kernel, args, current_context()->device);
     recorded_launch now = {{args, args + what->kernel->args_bytes},
                            {what->kernel,
                             nullptr,
