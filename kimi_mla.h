@@ -2015,8 +2015,9 @@ static kmla_status kmla_i_check_workspace(const kmla_plan* plan, const kmla_deco
     return kmla_i_check_addresses(&address, 1, error);
 }
 
-KMLA_API kmla_status kmla_check_decode(const kmla_plan* plan, const kmla_decode* args,
-                                       kmla_error* error) {
+// As kmla_check_decode; on success `dense` holds the arguments with their defaults filled in.
+static kmla_status kmla_i_check_decode(const kmla_plan* plan, const kmla_decode* args,
+                                       kmla_decode* dense, kmla_error* error) {
     kmla_status status = kmla_i_check_whole_plan(plan, error);
     if (status == KMLA_OK) {
         status = kmla_i_check_pointer("args", args, error);
@@ -2072,7 +2073,14 @@ KMLA_API kmla_status kmla_check_decode(const kmla_plan* plan, const kmla_decode*
     if (status == KMLA_OK) {
         status = kmla_i_check_workspace(plan, &d, error);
     }
+    *dense = d;
     return status;
+}
+
+KMLA_API kmla_status kmla_check_decode(const kmla_plan* plan, const kmla_decode* args,
+                                       kmla_error* error) {
+    kmla_decode dense;
+    return kmla_i_check_decode(plan, args, &dense, error);
 }
 
 // =============================================================================
@@ -2414,7 +2422,8 @@ static kmla_status kmla_i_check_row_slots(const kmla_shape* shape, const kmla_de
 KMLA_API kmla_status kmla_check_pages(const kmla_plan* plan, const kmla_decode* args,
                                       const int32_t* table, const int32_t* lengths,
                                       const int32_t* row_offsets, kmla_error* error) {
-    kmla_status status = kmla_check_decode(plan, args, error);
+    kmla_decode d;
+    kmla_status status = kmla_i_check_decode(plan, args, &d, error);
     if (status == KMLA_OK) {
         status = kmla_i_check_pointer("table", table, error);
     }
@@ -2431,7 +2440,6 @@ KMLA_API kmla_status kmla_check_pages(const kmla_plan* plan, const kmla_decode* 
         return status;
     }
     const kmla_shape* shape = &plan->shape;
-    kmla_decode d = kmla_i_dense_decode(plan, args);
     for (int32_t request = 0; request < shape->requests && status == KMLA_OK; ++request) {
         int32_t first_row;
         int32_t rows = kmla_i_request_rows(shape, row_offsets, request, &first_row);
@@ -3168,7 +3176,8 @@ static kmla_combine kmla_i_split_parts(const kmla_plan* plan, const kmla_decode*
 
 KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* args,
                                       const kmla_parallel* parallel, kmla_error* error) {
-    kmla_status status = kmla_check_decode(plan, args, error);
+    kmla_i_host_job job;
+    kmla_status status = kmla_i_check_decode(plan, args, &job.args, error);
     if (status != KMLA_OK) {
         return status;
     }
@@ -3181,9 +3190,7 @@ KMLA_API kmla_status kmla_host_decode(const kmla_plan* plan, const kmla_decode* 
             return status;
         }
     }
-    kmla_i_host_job job;
     job.plan = plan;
-    job.args = kmla_i_dense_decode(plan, args);
     job.parts = kmla_i_split_parts(plan, &job.args);
     for (int32_t code = 0; code < 256; code++) {
         job.e4m3[code] = kmla_e4m3_to_float((uint8_t)code);
@@ -5191,7 +5198,7 @@ KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const
     struct kmla_i_combine_args merge_args;
     kmla_i_launch_shape shape;
     kmla_decode dense;
-    kmla_status status = kmla_check_decode(plan, args, error);
+    kmla_status status = kmla_i_check_decode(plan, args, &dense, error);
     if (status == KMLA_OK) {
         status = kmla_i_check_gpu_reader(plan, error);
     }
@@ -5208,7 +5215,6 @@ KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const
                            "first, outside capture",
                            (int)kmla_plan_variant(plan));
     }
-    dense = kmla_i_dense_decode(plan, args);
     if (args->check_pages) {
         status = kmla_i_check_device_tables(gpu, plan, &dense, stream, error);
         if (status != KMLA_OK) {
