@@ -76,6 +76,8 @@ static double free_device_mib(void) { // 0 if the driver does not say
 typedef struct work {
     kmla_plan plan;
     kmla_decode args;
+    struct kmla_i_reader_args reader_args; // what kmla_gpu_decode makes of them
+    struct kmla_i_combine_args merge_args;
     void* stream;
 } work;
 
@@ -88,6 +90,7 @@ static uint64_t zeros(size_t bytes) {
 static work make_work(const kmla_device* card, int32_t splits, void* stream) {
     work w;
     kmla_shape shape;
+    kmla_decode dense;
     int32_t table[TOKENS / 64], lengths[1] = {TOKENS};
     memset(&w, 0, sizeof w);
     memset(&shape, 0, sizeof shape);
@@ -111,6 +114,9 @@ static work make_work(const kmla_device* card, int32_t splits, void* stream) {
     w.args.lse = zeros(HEADS * 4);
     w.args.workspace = zeros((size_t)w.plan.workspace_bytes + 16);
     w.args.workspace_bytes = w.plan.workspace_bytes;
+    dense = kmla_i_dense_decode(&w.plan, &w.args);
+    kmla_i_reader_launch_args(&w.plan, &dense, &w.reader_args);
+    kmla_i_merge_launch_args(&w.plan, &dense, &w.merge_args);
     driver_upload(&cuda, w.args.block_table, table, sizeof table);
     driver_upload(&cuda, w.args.lengths, lengths, sizeof lengths);
     driver_must(&cuda, cuda.context_synchronize(), "cuCtxSynchronize");
@@ -130,20 +136,20 @@ static void call_checks(kmla_gpu* gpu, const work* w) {
     must(kmla_check_decode(&w->plan, &w->args, &error));
 }
 
-// What kmla_gpu_decode's one launch would be if nothing were checked and no argument were computed.
+// What kmla_gpu_decode's launches would be if nothing were checked and no argument were computed.
 static void call_driver(kmla_gpu* gpu, const work* w) {
-    static struct kmla_i_reader_args args;
-    const kmla_i_reader* reader = kmla_i_find_reader(gpu, kmla_plan_variant(&w->plan));
-    void* parameters[1] = {&args};
-    kmla_decode dense = kmla_i_dense_decode(&w->plan, &w->args);
-    if (args.rows == 0) {
-        kmla_i_reader_launch_args(&w->plan, &dense, &args);
+    const kmla_plan* plan = &w->plan;
+    const kmla_i_reader* reader = kmla_i_find_reader(gpu, kmla_plan_variant(plan));
+    const kmla_i_launch_shape read = {
+        (uint32_t)plan->tiles_per_request, (uint32_t)plan->splits,       (uint32_t)plan->groups,
+        (uint32_t)plan->threads,           (uint32_t)plan->shared_bytes, 0};
+    const kmla_i_launch_shape merge = {
+        (uint32_t)plan->shape.heads, (uint32_t)plan->shape.rows, 1, KMLA_I_SUPPORT_THREADS, 0, 1};
+    must(kmla_i_launch(gpu, reader->function, &read, (void*)&w->reader_args, w->stream, &error));
+    if (plan->splits > 1) {
+        must(kmla_i_launch(gpu, gpu->support.merge, &merge, (void*)&w->merge_args, w->stream,
+                           &error));
     }
-    driver_must(&cuda,
-                gpu->cuda.launch(reader->function, (uint32_t)w->plan.tiles_per_request, 1, 1,
-                                 (uint32_t)w->plan.threads, 1, 1, (uint32_t)w->plan.shared_bytes,
-                                 w->stream, parameters, NULL),
-                "cuLaunchKernel");
 }
 
 static double time_call(call run, kmla_gpu* gpu, const work* w) {
@@ -242,18 +248,19 @@ static kmla_gpu* measure_start(const char* library, const char* directory, kmla_
     return gpu;
 }
 
+static void print_call(const char* what, call run, kmla_gpu* gpu, const work* w) {
+    printf("  %-46s %10.2f us\n", what, time_call(run, gpu, w));
+}
+
 static void measure_launches(kmla_gpu* gpu, const kmla_device* card, void* stream) {
     work one = make_work(card, 1, stream), four = make_work(card, 4, stream);
     must(kmla_gpu_prepare(gpu, &four.plan, NULL, &error));
     printf("\neach time                                               host time\n");
-    printf("  %-46s %10.2f us\n", "decode, one split: one kernel",
-           time_call(call_decode, gpu, &one));
-    printf("  %-46s %10.2f us\n", "  the driver's launch alone",
-           time_call(call_driver, gpu, &one));
-    printf("  %-46s %10.2f us\n", "  kmla_check_decode alone",
-           time_call(call_checks, gpu, &one));
-    printf("  %-46s %10.2f us\n", "decode, four splits: reader and merge",
-           time_call(call_decode, gpu, &four));
+    print_call("decode, one split: the reader alone", call_decode, gpu, &one);
+    print_call("  the driver's launch alone", call_driver, gpu, &one);
+    print_call("decode, four splits: reader and merge", call_decode, gpu, &four);
+    print_call("  the driver's two launches alone", call_driver, gpu, &four);
+    print_call("kmla_check_decode alone", call_checks, gpu, &four);
 }
 
 int main(int count, char** words) {
