@@ -64,7 +64,7 @@ static int is_forked(void) { return initialised_by && initialised_by != (int)get
         return INVALID_CONTEXT;                                                                    \
     }
 
-int cuInit(unsigned int flags) {
+int CUDA_CALL cuInit(unsigned int flags) {
     CALL("cuInit")
     if (is_forked()) {
         return NOT_INITIALISED;
@@ -72,42 +72,42 @@ int cuInit(unsigned int flags) {
     initialised_by = (int)getpid();
     return fake.stub ? STUB_LIBRARY : flags != 0;
 }
-int cuDriverGetVersion(int* version) {
+int CUDA_CALL cuDriverGetVersion(int* version) {
     CALL("cuDriverGetVersion")
     *version = fake.driver_version;
     return 0;
 }
-int cuGetErrorName(int result, const char** name) {
+int CUDA_CALL cuGetErrorName(int result, const char** name) {
     (void)result;
     CALL("cuGetErrorName")
     *name = "CUDA_ERROR_FAKE";
     return 0;
 }
-int cuGetErrorString(int result, const char** string) {
+int CUDA_CALL cuGetErrorString(int result, const char** string) {
     (void)result;
     CALL("cuGetErrorString")
     *string = "a test asked for it";
     return 0;
 }
-int cuCtxGetCurrent(void** context) {
+int CUDA_CALL cuCtxGetCurrent(void** context) {
     CALL("cuCtxGetCurrent")
     NEED_DRIVER
     *context = current_context();
     return 0;
 }
-int cuCtxSetCurrent(void* context) { // for tests; the header never calls it
+int CUDA_CALL cuCtxSetCurrent(void* context) { // for tests; the header never calls it
     context_was_set = 1;
     contexts[0] = (fake_context*)context;
     context_count = context != NULL;
     return 0;
 }
-int cuCtxGetDevice(int* device) {
+int CUDA_CALL cuCtxGetDevice(int* device) {
     CALL("cuCtxGetDevice")
     NEED_CONTEXT
     *device = 3 + current_context()->device;
     return 0;
 }
-int cuCtxPushCurrent_v2(void* context) {
+int CUDA_CALL cuCtxPushCurrent_v2(void* context) {
     CALL("cuCtxPushCurrent_v2")
     NEED_DRIVER
     if (!context || ((fake_context*)context)->dead || context_count == MOST_CONTEXTS) {
@@ -116,7 +116,7 @@ int cuCtxPushCurrent_v2(void* context) {
     contexts[context_count++] = (fake_context*)context;
     return 0;
 }
-int cuCtxPopCurrent_v2(void** context) {
+int CUDA_CALL cuCtxPopCurrent_v2(void** context) {
     CALL("cuCtxPopCurrent_v2")
     NEED_CONTEXT
     if (context) {
@@ -125,13 +125,13 @@ int cuCtxPopCurrent_v2(void** context) {
     --context_count;
     return 0;
 }
-int cuCtxGetId(void* context, unsigned long long* id) {
+int CUDA_CALL cuCtxGetId(void* context, unsigned long long* id) {
     CALL("cuCtxGetId")
     NEED_DRIVER
     *id = ((fake_context*)context)->id;
     return 0;
 }
-int cuCtxGetDevResource(void* context, void* resource, int type) {
+int CUDA_CALL cuCtxGetDevResource(void* context, void* resource, int type) {
     const fake_context* of = (const fake_context*)context;
     unsigned int count;
     CALL("cuCtxGetDevResource")
@@ -144,7 +144,7 @@ int cuCtxGetDevResource(void* context, void* resource, int type) {
     memcpy((char*)resource + 96, &count, sizeof count);
     return type != 1;
 }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
+int CUDA_CALL cuDeviceGetAttribute(int* value, int attribute, int device) {
     const fake_device* of = &fake.devices[(device - 3) % FAKE_DEVICES];
     CALL("cuDeviceGetAttribute")
     NEED_DRIVER
@@ -159,7 +159,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
 
 // ---- libcuda: modules and launches
 
-int cuModuleLoadData(void** module, const void* image) {
+int CUDA_CALL cuModuleLoadData(void** module, const void* image) {
     fake_module* loaded;
     CALL("cuModuleLoadData")
     NEED_CONTEXT
@@ -173,7 +173,7 @@ int cuModuleLoadData(void** module, const void* image) {
     *module = loaded;
     return 0;
 }
-int cuModuleUnload(void* module) {
+int CUDA_CALL cuModuleUnload(void* module) {
     fake_module* loaded = (fake_module*)module;
     CALL("cuModuleUnload")
     NEED_CONTEXT
@@ -184,7 +184,7 @@ int cuModuleUnload(void* module) {
     add(&fake.modules_unloaded, 1);
     return 0;
 }
-int cuModuleGetFunction(void** function, void* module, const char* name) {
+int CUDA_CALL cuModuleGetFunction(void** function, void* module, const char* name) {
     fake_function* found;
     CALL("cuModuleGetFunction")
     if (fake.failing_call && strcmp(fake.failing_call, name) == 0) {
@@ -198,21 +198,21 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
     *function = found;
     return module == NULL;
 }
-int cuFuncLoad(void* function) {
+int CUDA_CALL cuFuncLoad(void* function) {
     CALL("cuFuncLoad")
     NEED_CONTEXT
     ((fake_function*)function)->resident = 1;
     add(&fake.functions_loaded, 1);
     return 0;
 }
-int cuFuncGetAttribute(int* value, int attribute, void* function) {
+int CUDA_CALL cuFuncGetAttribute(int* value, int attribute, void* function) {
     CALL("cuFuncGetAttribute")
     NEED_CONTEXT
     ((fake_function*)function)->resident = 1;
     *value = attribute;
     return 0;
 }
-int cuFuncSetAttribute(void* function, int attribute, int value) {
+int CUDA_CALL cuFuncSetAttribute(void* function, int attribute, int value) {
     CALL("cuFuncSetAttribute")
     NEED_CONTEXT
     if (attribute == 8) {
@@ -252,31 +252,35 @@ static int note_launch(void* function, const unsigned int* grid, unsigned int th
     }
     return 0;
 }
-int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
-                   unsigned int block_x, unsigned int block_y, unsigned int block_z,
-                   unsigned int shared_bytes, void* stream, void** parameters, void** extra) {
+int CUDA_CALL cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y,
+                             unsigned int grid_z, unsigned int block_x, unsigned int block_y,
+                             unsigned int block_z, unsigned int shared_bytes, void* stream,
+                             void** parameters, void** extra) {
     const unsigned int grid[3] = {grid_x, grid_y, grid_z};
     CALL("cuLaunchKernel")
     return extra ? INVALID_VALUE
                  : note_launch(function, grid, block_x * block_y * block_z, shared_bytes, stream,
                                parameters, 0);
 }
-int cuLaunchKernelEx(const void* config, void* function, void** parameters, void** extra) {
-    // As cuda.h lays it out on 64-bit machines: 7 uint32, stream, attributes, their count.
+int CUDA_CALL cuLaunchKernelEx(const void* config, void* function, void** parameters,
+                               void** extra) {
+    // As cuda.h lays it out: 7 uint32, stream, attributes, their count. The first ends at byte 28,
+    // of which the pointers' alignment on 64-bit machines makes 32.
+    const size_t wide = sizeof(void*), at = (28 + wide - 1) / wide * wide;
     unsigned int numbers[7], count;
     void *stream, *attributes;
     CALL("cuLaunchKernelEx")
     memcpy(numbers, config, sizeof numbers);
-    memcpy(&stream, (const char*)config + 32, sizeof stream);
-    memcpy(&attributes, (const char*)config + 40, sizeof attributes);
-    memcpy(&count, (const char*)config + 48, sizeof count);
+    memcpy(&stream, (const char*)config + at, sizeof stream);
+    memcpy(&attributes, (const char*)config + at + wide, sizeof attributes);
+    memcpy(&count, (const char*)config + at + 2 * wide, sizeof count);
     // An attribute: uint32 id, padding, then 64 bytes that begin with the value.
     return extra || count != 1 || *(int*)attributes != 6
                ? INVALID_VALUE
                : note_launch(function, numbers, numbers[3] * numbers[4] * numbers[5], numbers[6],
                              stream, parameters, ((int*)attributes)[2]);
 }
-int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {
+int CUDA_CALL cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {
     (void)stream;
     CALL("cuMemcpyDtoHAsync_v2")
     NEED_CONTEXT
@@ -284,14 +288,14 @@ int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream
     add(&fake.copies, 1);
     return 0;
 }
-int cuStreamIsCapturing(void* stream, int* capturing) {
+int CUDA_CALL cuStreamIsCapturing(void* stream, int* capturing) {
     (void)stream;
     CALL("cuStreamIsCapturing")
     NEED_CONTEXT
     *capturing = fake.capturing;
     return 0;
 }
-int cuStreamSynchronize(void* stream) {
+int CUDA_CALL cuStreamSynchronize(void* stream) {
     (void)stream;
     CALL("cuStreamSynchronize")
     NEED_CONTEXT

@@ -10,6 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// As cuda.h declares its functions: it matters on 32-bit Windows. NVRTC's have no such thing.
+#if defined(_WIN32)
+#define CUDA_CALL __stdcall
+#else
+#define CUDA_CALL
+#endif
+
 typedef struct fake_device {
     int compute_major, compute_minor, shared_bytes, multiprocessors;
 } fake_device;

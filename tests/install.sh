@@ -34,6 +34,7 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
     exit 1
 fi
 echo "installing$missing"
+case "$missing" in *:i386*) dpkg --add-architecture i386 ;; esac
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
 # shellcheck disable=SC2086 # a list of packages

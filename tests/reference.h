@@ -76,6 +76,17 @@ REF_API double ref_normal(ref_random* random) {
 #define REF_CANARY_BYTES 256
 #endif
 
+// As malloc and free. Memory for records is a multiple of 16, which 32-bit Windows' malloc does not
+// promise.
+#if defined(_WIN32)
+#include <malloc.h>
+#define ref_malloc(bytes) _aligned_malloc(bytes, 16)
+#define ref_release(memory) _aligned_free(memory)
+#else
+#define ref_malloc(bytes) malloc(bytes)
+#define ref_release(memory) free(memory)
+#endif
+
 typedef struct ref_buffer {
     uint8_t* data; // 16-byte aligned
     size_t bytes;
@@ -84,7 +95,7 @@ typedef struct ref_buffer {
 REF_API ref_buffer ref_buffer_make(size_t bytes, int fill) {
     ref_buffer buffer;
     buffer.bytes = bytes;
-    buffer.data = (uint8_t*)malloc(bytes + REF_CANARY_BYTES + (bytes + REF_CANARY_BYTES == 0));
+    buffer.data = (uint8_t*)ref_malloc(bytes + REF_CANARY_BYTES + (bytes + REF_CANARY_BYTES == 0));
     if (buffer.data == NULL) {
         fprintf(stderr, "reference.h: no memory for %zu bytes\n", bytes);
         abort();
@@ -97,7 +108,7 @@ REF_API ref_buffer ref_buffer_make(size_t bytes, int fill) {
 }
 
 REF_API void ref_buffer_free(ref_buffer* buffer) {
-    free(buffer->data);
+    ref_release(buffer->data);
     buffer->data = NULL;
     buffer->bytes = 0;
 }
@@ -452,7 +463,7 @@ REF_API int64_t ref_tokens_of_table(const ref_case* c, int32_t table) {
 // Writes normal records to slots of the pool. latent sigma 1, rope sigma 1.
 REF_API kmla_status ref_write_tokens(ref_case* c, ref_random* random, const int64_t* slots,
                                      int32_t tokens) {
-    float* values = (float*)malloc((size_t)tokens * REF_Q * sizeof(float));
+    float* values = (float*)ref_malloc((size_t)tokens * REF_Q * sizeof(float));
     for (int64_t i = 0; i < (int64_t)tokens * REF_Q; i++) {
         values[i] = (float)ref_normal(random);
     }
@@ -476,7 +487,7 @@ REF_API kmla_status ref_write_tokens(ref_case* c, ref_random* random, const int6
     if (status != KMLA_OK) {
         fprintf(stderr, "reference.h: %s\n", error.message);
     }
-    free(values);
+    ref_release(values);
     return status;
 }
 
@@ -485,7 +496,7 @@ REF_API kmla_status ref_write_queries(ref_case* c, ref_random* random) {
     const kmla_shape* shape = &c->plan.shape;
     const double sigma = c->logit_sigma / (24.0 * c->scale); // 24 = sqrt(576)
     const int64_t count = (int64_t)shape->rows * shape->heads * REF_Q;
-    float* values = (float*)malloc((size_t)count * sizeof(float));
+    float* values = (float*)ref_malloc((size_t)count * sizeof(float));
     for (int64_t i = 0; i < count; i++) {
         values[i] = (float)(sigma * ref_normal(random));
     }
@@ -505,7 +516,7 @@ REF_API kmla_status ref_write_queries(ref_case* c, ref_random* random) {
     if (status != KMLA_OK) {
         fprintf(stderr, "reference.h: %s\n", error.message);
     }
-    free(values);
+    ref_release(values);
     return status;
 }
 

@@ -427,7 +427,7 @@ static void test_close(void** state) {
                  {"cuCtxGetId", 0},
                  {"cuModuleUnload", 0},
                  {"cuCtxPopCurrent_v2", 2}};
-    int (*set_current)(void*);
+    int(CUDA_CALL * set_current)(void*);
     void* symbol = dlsym(dlopen(FAKE_PATH, RTLD_NOW), "cuCtxSetCurrent");
     int i;
     (void)state;

@@ -1374,7 +1374,7 @@ static void pg_01_pg_02_high_pages(void** state) {
     assert_true(pool != MAP_FAILED);
     ref_case low = simple_case(1, 3, 64, &length);
     build(&low);
-    float* source = (float*)malloc(64 * REF_Q * sizeof(float));
+    float* source = (float*)ref_malloc(64 * REF_Q * sizeof(float));
     ref_random random = {3};
     for (int i = 0; i < 64 * REF_Q; i++) {
         source[i] = (float)ref_normal(&random);
@@ -1421,7 +1421,7 @@ static void pg_01_pg_02_high_pages(void** state) {
         assert_false(ref_all_bytes(pool + offsets[i], 512, 0xff));
     }
     assert_true(ref_all_bytes(pool, 2 * HIGH_PITCH, 0xff));
-    free(source);
+    ref_release(source);
     ref_free(&low);
     munmap(pool, bytes);
 }

@@ -54,6 +54,7 @@ class Toolchain:
     packages: str = ""  # Debian's
     flags: str = ""
     runner: str = ""  # what executes its programs; none: this machine
+    runner_packages: str = ""  # what the runner is in, where compiling can do without
     executes: bool = True
     strict: bool = True  # knows the warnings
     windows: bool = False
@@ -109,15 +110,16 @@ def toolchains():
             f"gcc-{compiler} g++-{compiler} libc6-dev-{libc}-cross qemu-user-static", "",
             f"qemu-{qemu}-static -L /usr/{target}", no_fakes="" if cuda else NO_DRIVER,
             skipped=LONG_TESTS + SELF_STARTING))
-    for machine, prefix, package in [("Windows, x86-64", "x86_64-w64-mingw32", "x86-64"),
-                                     ("Windows, i386", "i686-w64-mingw32", "i686")]:
-        wide = package == "x86-64"
+    # On i386, libraries export __stdcall functions under their plain names, as nvcuda.dll does.
+    for machine, prefix, package, flags, runner, wine in [
+            ("Windows, x86-64", "x86_64-w64-mingw32", "x86-64", "", "wine64", "wine64"),
+            ("Windows, i386, SSE", "i686-w64-mingw32", "i686",
+             "-msse2 -mfpmath=sse -Wl,--kill-at", "wine", "wine32:i386")]:
         all_of.append(Toolchain(
             f"mingw-w64 {package}", machine, f"{prefix}-gcc", f"{prefix}-g++",
-            f"gcc-mingw-w64-{package}-win32 g++-mingw-w64-{package}-win32" +
-            (" wine64" if wide else ""), "-static -Wl,--disable-stdcall-fixup",
-            "wine64" if wide else "", executes=wide, windows=True,
-            no_fakes="" if wide else NO_DRIVER, skipped=LINUX_NAMES))
+            f"gcc-mingw-w64-{package}-win32 g++-mingw-w64-{package}-win32",
+            f"-static -Wl,--disable-stdcall-fixup {flags}", runner, runner_packages=wine,
+            windows=True, skipped=LINUX_NAMES))
     return all_of
 
 
@@ -156,7 +158,7 @@ def installed(packages):
 
 
 def program(name):
-    """The path of a program. Debian's wine64 lies in no PATH."""
+    """The path of a program. Debian's wine64 and 32-bit wine lie in no PATH."""
     return shutil.which(name) or shutil.which(name, path="/usr/lib/wine:/usr/lib/wine-stable")
 
 
@@ -172,8 +174,11 @@ def flags_of(toolchain):
 
 
 def environment_of(toolchain):
-    return {"SKIP_TESTS": " ".join(toolchain.skipped), "WINEPREFIX": str(BUILD / "wine"),
-            "WINEARCH": "win64", "WINEDEBUG": "-all"}
+    environment = {"SKIP_TESTS": " ".join(toolchain.skipped)}
+    if toolchain.windows:  # one of its own for each wine
+        environment |= {"WINEPREFIX": str(BUILD / toolchain.runner), "WINEDEBUG": "-all",
+                        "WINEARCH": "win64" if toolchain.runner == "wine64" else "win32"}
+    return environment
 
 
 # ---- a toolchain: every dialect and mode, two files linked, the host tests
@@ -289,6 +294,8 @@ def run_toolchain(report, toolchain, install):
     """One row of the table, None if the toolchain cannot be had."""
     if install and toolchain.packages:
         installed(toolchain.packages)
+    if install and toolchain.runner_packages:
+        installed(toolchain.runner_packages)
     for name in [toolchain.c, toolchain.cxx]:
         if name and not shutil.which(name):
             report.leave_out(f"{toolchain.name} ({toolchain.machine})",
@@ -296,7 +303,8 @@ def run_toolchain(report, toolchain, install):
             return None
     if toolchain.runner and not program(toolchain.runner.split()[0]):
         report.leave_out(f"{toolchain.name} ({toolchain.machine}), execution",
-                         f"no {toolchain.runner.split()[0]}")
+                         f"no {toolchain.runner.split()[0]}; Debian has it in "
+                         f"{toolchain.runner_packages or toolchain.packages}")
         toolchain.executes = False
     name = re.sub(r"[^a-z0-9]+", "_", f"{toolchain.name} {toolchain.machine}".lower())
     folder = BUILD / name
