@@ -114,12 +114,14 @@ def toolchains():
     for machine, prefix, package, flags, runner, wine in [
             ("Windows, x86-64", "x86_64-w64-mingw32", "x86-64", "", "wine64", "wine64"),
             ("Windows, i386, SSE", "i686-w64-mingw32", "i686",
-             "-msse2 -mfpmath=sse -Wl,--kill-at", "wine", "wine32:i386")]:
+             "-msse2 -mfpmath=sse -Wl,--kill-at", "wine", "wine32:i386"),
+            ("Windows, i386, x87", "i686-w64-mingw32", "i686", "", "", "")]:
         all_of.append(Toolchain(
             f"mingw-w64 {package}", machine, f"{prefix}-gcc", f"{prefix}-g++",
             f"gcc-mingw-w64-{package}-win32 g++-mingw-w64-{package}-win32",
             f"-static -Wl,--disable-stdcall-fixup {flags}", runner, runner_packages=wine,
-            windows=True, skipped=LINUX_NAMES))
+            executes=bool(runner), windows=True, no_fakes="" if runner else NO_DRIVER,
+            skipped=LINUX_NAMES))
     return all_of
 
 
