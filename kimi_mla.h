@@ -2026,33 +2026,33 @@ static kmla_status kmla_i_check_decode(const kmla_plan* plan, const kmla_decode*
         return status;
     }
     const kmla_shape* shape = &plan->shape;
-    kmla_decode d = kmla_i_dense_decode(plan, args);
+    *dense = kmla_i_dense_decode(plan, args);
     const kmla_i_limit limits[] = {
-        {"args.check_pages", d.check_pages, 0, 1},
-        {"args.lse_unused_", d.lse_unused_, 0, 0},
+        {"args.check_pages", dense->check_pages, 0, 1},
+        {"args.lse_unused_", dense->lse_unused_, 0, 0},
     };
     const kmla_i_address addresses[] = {
-        {"args.query", d.query, KMLA_I_RECORD_ALIGNMENT, 1},
-        {"args.kv", d.kv, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.query", dense->query, KMLA_I_RECORD_ALIGNMENT, 1},
+        {"args.kv", dense->kv, KMLA_I_RECORD_ALIGNMENT, 1},
     };
     const kmla_i_stride strides[] = {
-        {"args.query_head_stride_bytes", d.query_head_stride_bytes, shape->heads, 1,
+        {"args.query_head_stride_bytes", dense->query_head_stride_bytes, shape->heads, 1,
          KMLA_I_RECORD_ALIGNMENT},
-        {"args.query_row_stride_bytes", d.query_row_stride_bytes, shape->rows, 1,
+        {"args.query_row_stride_bytes", dense->query_row_stride_bytes, shape->rows, 1,
          KMLA_I_RECORD_ALIGNMENT},
     };
-    const kmla_i_output output = {d.out,             d.lse,             shape->rows,
-                                  d.out_row_stride,  d.lse_row_stride,  shape->heads,
-                                  d.out_head_stride, d.lse_head_stride, d.out_type};
+    const kmla_i_output output = {dense->out,             dense->lse,             shape->rows,
+                                  dense->out_row_stride,  dense->lse_row_stride,  shape->heads,
+                                  dense->out_head_stride, dense->lse_head_stride, dense->out_type};
     status = kmla_i_check_limits(limits, KMLA_I_COUNT(limits), error);
     if (status == KMLA_OK) {
-        status = kmla_i_check_scale("args.scale", d.scale, error);
+        status = kmla_i_check_scale("args.scale", dense->scale, error);
     }
     if (status == KMLA_OK && shape->query_format == KMLA_QUERY_E4M3) {
-        status = kmla_i_check_scale("args.query_scale", d.query_scale, error);
+        status = kmla_i_check_scale("args.query_scale", dense->query_scale, error);
     }
     if (status == KMLA_OK && shape->kv_format == KMLA_KV_E4M3) {
-        status = kmla_i_check_scale("args.kv_scale", d.kv_scale, error);
+        status = kmla_i_check_scale("args.kv_scale", dense->kv_scale, error);
     }
     if (status == KMLA_OK) {
         status = kmla_i_check_addresses(addresses, KMLA_I_COUNT(addresses), error);
@@ -2061,19 +2061,18 @@ static kmla_status kmla_i_check_decode(const kmla_plan* plan, const kmla_decode*
         status = kmla_i_check_strides(strides, KMLA_I_COUNT(strides), error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_check_pool(d.kv, d.kv_pages, d.page_pitch_bytes, shape->page_tokens,
-                                   shape->kv_format, error);
+        status = kmla_i_check_pool(dense->kv, dense->kv_pages, dense->page_pitch_bytes,
+                                   shape->page_tokens, shape->kv_format, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_check_tables(shape, &d, error);
+        status = kmla_i_check_tables(shape, dense, error);
     }
     if (status == KMLA_OK) {
         status = kmla_i_check_output(&output, error);
     }
     if (status == KMLA_OK) {
-        status = kmla_i_check_workspace(plan, &d, error);
+        status = kmla_i_check_workspace(plan, dense, error);
     }
-    *dense = d;
     return status;
 }
 
@@ -5191,12 +5190,34 @@ static kmla_status kmla_i_check_device_tables(const kmla_gpu* gpu, const kmla_pl
     return status;
 }
 
+static kmla_i_launch_shape kmla_i_reader_launch_shape(const kmla_plan* plan) {
+    kmla_i_launch_shape shape;
+    shape.grid_x = (uint32_t)plan->tiles_per_request;
+    shape.grid_y = (uint32_t)plan->splits;
+    shape.grid_z = (uint32_t)plan->groups + (plan->shape.ragged ? 1 : 0); // one more: dead rows
+    shape.threads = (uint32_t)plan->threads;
+    shape.shared_bytes = (uint32_t)plan->shared_bytes;
+    shape.overlaps = 0;
+    return shape;
+}
+
+static kmla_i_launch_shape kmla_i_merge_launch_shape(const kmla_plan* plan) {
+    kmla_i_launch_shape shape;
+    shape.grid_x = (uint32_t)plan->shape.heads;
+    shape.grid_y = (uint32_t)plan->shape.rows;
+    shape.grid_z = 1;
+    shape.threads = KMLA_I_SUPPORT_THREADS;
+    shape.shared_bytes = 0;
+    shape.overlaps = 1;
+    return shape;
+}
+
 KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const kmla_decode* args,
                                      void* stream, kmla_error* error) {
     const kmla_i_reader* reader = NULL;
     struct kmla_i_reader_args reader_args;
     struct kmla_i_combine_args merge_args;
-    kmla_i_launch_shape shape;
+    kmla_i_launch_shape read, merge;
     kmla_decode dense;
     kmla_status status = kmla_i_check_decode(plan, args, &dense, error);
     if (status == KMLA_OK) {
@@ -5223,25 +5244,15 @@ KMLA_API kmla_status kmla_gpu_decode(kmla_gpu* gpu, const kmla_plan* plan, const
     }
 
     kmla_i_reader_launch_args(plan, &dense, &reader_args);
-    shape.grid_x = (uint32_t)plan->tiles_per_request;
-    shape.grid_y = (uint32_t)plan->splits;
-    shape.grid_z = (uint32_t)plan->groups + (plan->shape.ragged ? 1 : 0); // one more: dead rows
-    shape.threads = (uint32_t)plan->threads;
-    shape.shared_bytes = (uint32_t)plan->shared_bytes;
-    shape.overlaps = 0;
-    status = kmla_i_launch(gpu, reader->function, &shape, &reader_args, stream, error);
+    read = kmla_i_reader_launch_shape(plan);
+    status = kmla_i_launch(gpu, reader->function, &read, &reader_args, stream, error);
     if (status != KMLA_OK || plan->splits == 1) {
         return status;
     }
 
     kmla_i_merge_launch_args(plan, &dense, &merge_args);
-    shape.grid_x = (uint32_t)plan->shape.heads;
-    shape.grid_y = (uint32_t)plan->shape.rows;
-    shape.grid_z = 1;
-    shape.threads = KMLA_I_SUPPORT_THREADS;
-    shape.shared_bytes = 0;
-    shape.overlaps = 1;
-    return kmla_i_launch(gpu, gpu->support.merge, &shape, &merge_args, stream, error);
+    merge = kmla_i_merge_launch_shape(plan);
+    return kmla_i_launch(gpu, gpu->support.merge, &merge, &merge_args, stream, error);
 }
 
 KMLA_API kmla_status kmla_gpu_combine(kmla_gpu* gpu, const kmla_combine* args, void* stream,

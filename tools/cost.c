@@ -140,11 +140,8 @@ static void call_checks(kmla_gpu* gpu, const work* w) {
 static void call_driver(kmla_gpu* gpu, const work* w) {
     const kmla_plan* plan = &w->plan;
     const kmla_i_reader* reader = kmla_i_find_reader(gpu, kmla_plan_variant(plan));
-    const kmla_i_launch_shape read = {
-        (uint32_t)plan->tiles_per_request, (uint32_t)plan->splits,       (uint32_t)plan->groups,
-        (uint32_t)plan->threads,           (uint32_t)plan->shared_bytes, 0};
-    const kmla_i_launch_shape merge = {
-        (uint32_t)plan->shape.heads, (uint32_t)plan->shape.rows, 1, KMLA_I_SUPPORT_THREADS, 0, 1};
+    const kmla_i_launch_shape read = kmla_i_reader_launch_shape(plan);
+    const kmla_i_launch_shape merge = kmla_i_merge_launch_shape(plan);
     must(kmla_i_launch(gpu, reader->function, &read, (void*)&w->reader_args, w->stream, &error));
     if (plan->splits > 1) {
         must(kmla_i_launch(gpu, gpu->support.merge, &merge, (void*)&w->merge_args, w->stream,
